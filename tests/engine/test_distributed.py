@@ -119,7 +119,7 @@ def test_a_gpu_claimed_by_another_process_is_not_selected(machine: Machine) -> N
         assert other.stdout is not None
         other.stdout.readline()
         assert distributed.select_gpus(num_gpus=1) == [7]
-        with pytest.raises(DevicesBusy, match="GPU 0 is claimed by "):
+        with pytest.raises(DevicesBusy, match="GPU 0: claimed by "):
             distributed.select_gpus(gpu_ids=[0])
         other.communicate()
 

@@ -2,15 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 from muster_command import Muster
 from patience import GIVE_UP_S
 from torchmuster.diagnose.machine.torch_at_work import PROBE, Trial, judge_trial, try_torch
-from torchmuster.diagnose.probes.torch_at_work import _is_right
 from torchmuster.finding import Status
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -34,12 +31,12 @@ def test_this_machines_torch_works(muster: Muster) -> None:
 def test_wrong_products_are_found() -> None:
     spoil = (
         "import torch",
-        "real = torch.mm",
-        "def mm(a, b):",
+        "real = torch.matmul",
+        "def matmul(a, b):",
         "    product = real(a, b)",
         "    product[7, 9] += 1",
         "    return product",
-        "torch.mm = mm",
+        "torch.matmul = matmul",
     )
     (found,) = judge_trial(trial_of(*spoil), python="python", gpus=False)
     assert (found.name, found.status) == ("device-computes-wrongly", Status.FAILURE)
@@ -51,11 +48,3 @@ def test_an_interface_that_is_not_there_stops_gloo(monkeypatch: pytest.MonkeyPat
     found = next(iter(judge_trial(trial_of(), python="python", gpus=False)))
     assert (found.name, found.status) == ("gloo-fails", Status.FAILURE)
     assert "ens5q9" in found.why
-
-
-def test_one_wrong_value_in_a_quarter_million_is_seen(tmp_path: Path) -> None:
-    a, b = (torch.randint(0, 2, (512, 512)).mul(2).sub(1).float() for _ in range(2))
-    product = a @ b
-    assert _is_right(torch, product, a, b)
-    product[300, 401] += 1
-    assert not _is_right(torch, product, a, b)

@@ -13,8 +13,6 @@ from hosts.faults import (
     KeyRefused,
     LinkCut,
     Mtu,
-    NoSshd,
-    PortTaken,
     injected,
 )
 from hosts.lab import Lab
@@ -58,15 +56,6 @@ def test_a_machine_that_drops_everything_is_known_by_its_network_card(lab2: Lab)
 
 
 @pytest.mark.nightly
-def test_a_server_that_takes_calls_and_never_speaks(lab2: Lab) -> None:
-    with injected(lab2, NoSshd(host="node2"), PortTaken(host="node2", port=2222)):
-        (found,) = ask(lab2, "node2")
-    assert found["name"] == "ssh-silent"
-    assert found["what"].startswith("node2 ")
-    assert " port 2222" in found["what"]
-
-
-@pytest.mark.nightly
 def test_the_own_interface_is_switched_off_and_on_again_by_the_fix(lab2: Lab) -> None:
     node1 = lab2.host("node1")
     node1.ip("link", "set", "eth0", "down")
@@ -102,7 +91,7 @@ def test_no_alarm_where_all_is_well(big: int, lab2: Lab) -> None:
     with injected(lab2, Mtu(host="node1", host_bytes=big)):
         (found,) = ask(lab2, "node2")
     assert found["name"] == "ssh-hangs"  # what ssh said, with an answer from the server
-    assert "10.77.0.12:2222: server responds" in found["evidence"]
+    assert "10.77.0.12:2222: connected" in found["evidence"]
 
 
 def _refused_key(lab: Lab) -> list[dict[str, str]]:

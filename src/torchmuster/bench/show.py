@@ -6,11 +6,11 @@ from html import escape
 from pathlib import Path
 
 from torchmuster.bench.result import RECORD_FILE, Record, Report, Row, encode_record, quartiles
-from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status, render
 from torchmuster.pages import frame
 from torchmuster.pages.charts import Curve, amount_text
+from torchmuster.pages.columns import aligned_columns
 from torchmuster.redaction import harmless
 from torchmuster.runfolder import write_atomically
 

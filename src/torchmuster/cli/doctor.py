@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "muster doctor                      check everything, in a second or two",
             "muster doctor --deep               also run torch on each device",
             "muster doctor --all                also list what is well, and the notes in full",
-            "muster doctor --only torch numpy   check only these subjects",
+            "muster doctor --only torch names   check only these subjects",
             "muster doctor --json > today.json  as JSON; the exit code is 1 if a check fails",
             "muster doctor --explain - < error.log   explain an error and how to fix it",
         ],

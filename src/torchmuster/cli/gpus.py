@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchmuster.cli import output, parsers
@@ -46,7 +45,6 @@ def add_parser(actions: Any) -> None:
         examples=[
             "muster gpus pick --num 2 --min-free 30GiB -- torchrun --nproc-per-node 2 train.py",
             "muster gpus pick --num 4 --wait 2h -- python train.py    wait at most two hours",
-            "muster gpus pick --for-model 14GB        enough to train a 7B model in bf16",
             "gpus=$(muster gpus pick --num 2) && export CUDA_VISIBLE_DEVICES=$gpus",
         ],
     )
@@ -70,12 +68,6 @@ def add_parser(actions: Any) -> None:
         type=_gpus_size,
         metavar="SIZE",
         help="minimum total memory of each GPU, such as 40GiB",
-    )
-    parser.add_argument(
-        "--for-model",
-        type=_gpus_size,
-        metavar="SIZE",
-        help="enough GPUs to train a model whose weights have this size",
     )
     parser.add_argument("--share", action="store_true", help="allow GPUs that are already in use")
     parser.add_argument(
@@ -104,12 +96,12 @@ def _run_pick(options: argparse.Namespace) -> int:
             "--watch does not work with pick", fix="leave out --watch, or leave out pick"
         )
     claims = Claims.here(os.environ)
-    request, story = _gpus_request(options, claims)
+    request = _gpus_request(options)
     if not options.command and not options.wait:  # nothing is claimed, so no lock is needed
         node = snapshot.take_snapshot_with_history()
         taken = claims.read(one.uuid for one in node.accelerators).blocking
         decision = choose_devices(node, request, environment=os.environ, claims=taken)
-        return _print(decision, story, options.json)
+        return _print(decision, options.json)
     held = acquire_devices(
         claims,
         snapshot.take_snapshot_with_history,
@@ -120,20 +112,12 @@ def _run_pick(options: argparse.Namespace) -> int:
         command=options.command or None,
     )
     if options.command:
-        return _become(options.command, held, story)
+        return _become(options.command, held)
     held.release()
-    return _print(held.decision, story, options.json)
+    return _print(held.decision, options.json)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Story:
-    """The strategy and the reason of a request that was derived from a model's size."""
-
-    strategy: str | None = None
-    words: str = ""
-
-
-def _gpus_request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRequest, _Story]:
+def _gpus_request(options: argparse.Namespace) -> DeviceRequest:
     request = DeviceRequest(
         ids=None if options.gpu_ids is None else _ids(options.gpu_ids),
         count=options.num,
@@ -141,22 +125,9 @@ def _gpus_request(options: argparse.Namespace, claims: Claims) -> tuple[DeviceRe
         min_total_bytes=options.min_total,
         share=options.share,
     )
-    if options.for_model is not None:
-        from torchmuster.devices.for_model import shape_for_model
-
-        node = snapshot.take_snapshot_with_history()
-        shape = shape_for_model(
-            node,
-            options.for_model,
-            request,
-            environment=os.environ,
-            claims=claims.read(one.uuid for one in node.accelerators).blocking,
-        )
-        story = _Story(strategy=shape.value.strategy, words=f"{shape.reason}; ")
-        return shape.value.request, story
     if request.ids is None and request.count is None:
         request = dataclasses.replace(request, count=1)
-    return request, _Story()
+    return request
 
 
 def _ids(words: Sequence[str]) -> tuple[str, ...]:
@@ -164,17 +135,15 @@ def _ids(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(one for word in words for one in word.split(",") if one)
 
 
-def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool) -> int:
+def _print(decision: Decision[tuple[Device, ...]], as_json: bool) -> int:
     variables = variables_for(decision.value)
-    reason = story.words + decision.reason
     if as_json:
         devices = [
             {"number": one.number, "uuid": one.uuid, "name": one.name} for one in decision.value
         ]
-        answer = {"devices": devices, "environment": variables, "strategy": story.strategy}
-        output.print_json({**answer, "reason": reason})
+        output.print_json({"devices": devices, "environment": variables, "reason": decision.reason})
         return ExitCode.GOOD
-    output.say(reason)
+    output.say(decision.reason)
     output.say("the GPUs are not claimed; to claim them for a command, put it after --")
     # The value of the vendor's variable, which may not accept UUIDs.
     output.print_text(
@@ -183,10 +152,10 @@ def _print(decision: Decision[tuple[Device, ...]], story: _Story, as_json: bool)
     return ExitCode.GOOD
 
 
-def _become(command: list[str], held: "HeldDevices", story: _Story) -> int:
+def _become(command: list[str], held: "HeldDevices") -> int:
     """Replace this process by the command, which keeps the claim until it exits."""
     environment = _changed(os.environ, variables_for(held.decision.value))
-    output.say(story.words + held.decision.reason)
+    output.say(held.decision.reason)
     held.hand_over(environment)
     sys.stdout.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these, and programs inherit that

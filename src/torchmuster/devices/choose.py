@@ -7,9 +7,7 @@ newer architecture, then lowest numbers.
 
 import itertools
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from torchmuster.decision import Decision
 from torchmuster.devices.identify import device_candidates
@@ -22,7 +20,7 @@ from torchmuster.units import GiB, format_bytes, plural
 
 # Up to this many devices are listed one by one; beyond it, devices with the same obstacle together.
 _ONE_BY_ONE = 4
-_WORDS = {
+_LINK_TEXTS = {
     LinkKind.PIX: "one PCIe switch",
     LinkKind.PXB: "several PCIe switches",
     LinkKind.PHB: "the CPU's PCIe host bridge",
@@ -34,120 +32,94 @@ _WORDS = {
 _EXHAUSTIVE_LINKS = 50_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class DevicesRefused:
-    """A request that cannot be met now, with the data to report why and what would work."""
+def choose_devices(
+    node: Node,
+    request: DeviceRequest,
+    *,
+    environment: Mapping[str, str],
+    claims: Mapping[str, Claim] | None = None,
+) -> Decision[tuple[Device, ...]]:
+    """Choose devices for a request, or raise with the condition that failed.
 
-    node: Node
-    request: DeviceRequest
-    offered: Sequence[Device]
-    obstacles: Mapping[str, Obstacle]
-    claims: Mapping[str, Claim]
-    environment: Mapping[str, str]
-    wanted: int
-
-    def error(self) -> MusterError:
-        """Return the error to raise: DevicesBusy if waiting can help, else TooFewDevices."""
-        able = len(self.offered) - len(self.obstacles)
-        lasting = sum(not one.passing for one in self.obstacles.values())
-        have = f"{able} available" if able else "none available"
-        ways = [shlex.join(["muster", "gpus", "pick", *one.as_flags()]) for one in self.nearest()]
-        if len(self.offered) - lasting >= self.wanted:
-            waiting = shlex.join(["muster", "gpus", "pick", *self.request.as_flags(), "--wait"])
-            return DevicesBusy(
-                f"{self.request} requested, {have} now",
-                why=self._why(),
-                fix="\n".join([waiting, *ways]),
-            )
-        if not ways:  # a fix for the driver, if the driver is the problem, comes first
-            ways = [one.fix for one in self.node.findings if one.status is Status.FAILURE]
-            ways.append("run on the CPU: start the program without picking GPUs")
-        return TooFewDevices(
-            f"{self.request} requested, {have}", why=self._why(), fix="\n".join(ways)
+    Raises ``DevicesBusy`` if waiting can help, else ``TooFewDevices``.
+    """
+    if request.ids == () or (request.count is not None and request.count < 1):
+        raise Impossible(
+            "fewer than one GPU requested",
+            fix="run on the CPU: --device cpu",
         )
+    offered = device_candidates(node, request, environment)
+    obstacles = {}
+    for device in offered:
+        problem = obstacle(device, request, claims or {})
+        if problem is not None:
+            obstacles[device.uuid] = problem
+    eligible = [device for device in offered if device.uuid not in obstacles]
+    wanted = request.count
+    if wanted is None:
+        wanted = len(eligible) if request.ids is None else len(offered)
+    if len(eligible) < wanted or not eligible:
+        raise _refusal(node, request, offered, obstacles, max(wanted, 1), environment)
+    chosen = _best(node, eligible, wanted)
+    return Decision(value=chosen, reason=_reason(node, request, offered, obstacles, chosen))
 
-    def nearest(self) -> list[DeviceRequest]:
-        """Return the nearest requests that would be granted now.
 
-        One condition is relaxed at a time, as little as possible; if no single one is enough, all
-        of them together; the GPU ids are dropped last.
-        """
-        single = [
-            self._with_less_memory(),
-            replace(self.request, share=True),
-            self._with_fewer(self.request),
-        ]
-        if self.request.ids is not None:
-            single.append(replace(self.request, ids=None, count=self.wanted))
-        works = [one for one in dict.fromkeys(single) if one != self.request and self._works(one)]
-        if works:
-            return works
-        bare = replace(self.request, share=True, min_free_bytes=None, min_total_bytes=None)
-        loosest = [self._with_fewer(one) for one in (bare, replace(bare, ids=None))]
-        return [one for one in loosest if self._works(one)][:1]
+def _refusal(
+    node: Node,
+    request: DeviceRequest,
+    offered: Sequence[Device],
+    obstacles: Mapping[str, Obstacle],
+    wanted: int,
+    environment: Mapping[str, str],
+) -> MusterError:
+    able = len(offered) - len(obstacles)
+    what = f"{request} requested, {able or 'none'} available"
+    why = _why_refused(node, offered, obstacles, environment)
+    fixes = [f"request {plural(able, 'GPU')}"] if able else []
+    lasting = [problem for problem in obstacles.values() if not problem.passing]
+    if len(offered) - len(lasting) >= wanted:
+        fixes = ["wait for them: --wait", *fixes]
+        return DevicesBusy(f"{what} now", why=why, fix="\n".join(fixes))
+    if not fixes:  # a fix for the driver, if the driver is the problem, comes first
+        broken = (finding for finding in node.findings if finding.status is Status.FAILURE)
+        fixes = [finding.fix for finding in broken]
+        fixes.append("run on the CPU: --device cpu")
+    return TooFewDevices(what, why=why, fix="\n".join(fixes))
 
-    def _with_less_memory(self) -> DeviceRequest:
-        """Lower one memory condition, else both, until enough devices meet it."""
-        asked = self.request
-        free, total = asked.min_free_bytes, asked.min_total_bytes
-        for kept_free, kept_total in ((None, total), (free, None), (None, None)):
-            bare = replace(asked, min_free_bytes=kept_free, min_total_bytes=kept_total)
-            able = self._able(bare)
-            if len(able) < self.wanted:
-                continue
-            lowered = replace(
-                asked,
-                min_free_bytes=self._lowered(free, [one.free_bytes for one in able]),
-                min_total_bytes=self._lowered(total, [one.total_bytes for one in able]),
-            )
-            if self._works(lowered):
-                return lowered
-        return asked
 
-    def _lowered(self, asked: int | None, have: Sequence[int | None]) -> int | None:
-        last = sorted((one or 0 for one in have), reverse=True)[self.wanted - 1]
-        return min(asked or 0, last) or None
-
-    def _with_fewer(self, request: DeviceRequest) -> DeviceRequest:
-        # Try 1 even if no device qualifies: a single device may be a MIG slice.
-        return replace(request, count=max(min(len(self._able(request)), self.wanted), 1))
-
-    def _able(self, request: DeviceRequest) -> list[Device]:
-        offered = device_candidates(self.node, request, self.environment)
-        return [one for one in offered if obstacle(one, request, self.claims) is None]
-
-    def _works(self, request: DeviceRequest) -> bool:
-        return len(self._able(request)) >= (request.count or self.wanted)
-
-    def _why(self) -> str:
-        node = self.node
-        if not node.accelerators:
-            known = "".join(f"; {one.what}" for one in node.findings)
-            return f"no GPU is visible on {node.hostname}{known}"
-        shown = visible(node.accelerators, self.environment)
-        ours = [one for one in node.accelerators if one.kind is node.main_kind]
-        seen = [one for one in ours if one in shown.devices]
-        slices = sum(one.mig_index is not None for one in seen)
-        text = f"{node.hostname} has {plural(len(seen) - slices, 'GPU')}"
-        if slices:
-            text += f" and {plural(slices, 'MIG slice')} (one per process)"
-        if hidden := {shown.hidden_by[one.uuid] for one in ours if one.uuid in shown.hidden_by}:
-            text += f" visible ({', '.join(sorted(hidden))})"
-        blocked = [one for one in self.offered if one.uuid in self.obstacles]
-        return text + (f"; {describe_refusal(blocked, self.obstacles)}" if blocked else "")
+def _why_refused(
+    node: Node,
+    offered: Sequence[Device],
+    obstacles: Mapping[str, Obstacle],
+    environment: Mapping[str, str],
+) -> str:
+    if not node.accelerators:
+        known = "".join(f"; {finding.what}" for finding in node.findings)
+        return f"no GPU is visible on {node.hostname}{known}"
+    shown = visible(node.accelerators, environment)
+    own = [device for device in node.accelerators if device.kind is node.main_kind]
+    seen = [device for device in own if device in shown.devices]
+    slices = sum(device.mig_index is not None for device in seen)
+    text = f"{node.hostname} has {plural(len(seen) - slices, 'GPU')}"
+    if slices:
+        text += f" and {plural(slices, 'MIG slice')} (one per process)"
+    hidden = {shown.hidden_by[device.uuid] for device in own if device.uuid in shown.hidden_by}
+    if hidden:
+        text += f" visible ({', '.join(sorted(hidden))})"
+    blocked = [device for device in offered if device.uuid in obstacles]
+    if blocked:
+        text += f"; {describe_refusal(blocked, obstacles)}"
+    return text
 
 
 def describe_refusal(devices: Sequence[Device], obstacles: Mapping[str, Obstacle]) -> str:
-    """List the obstacles: ``GPU 3 is in use by alice (pid 4242)``."""
+    """List the obstacles: ``GPU 3: in use by alice (pid 4242)``."""
     groups: dict[str, list[Device]] = {}
-    for one in devices:
-        found = obstacles[one.uuid]
-        text = found.text if len(devices) <= _ONE_BY_ONE else found.brief
-        groups.setdefault(text, []).append(one)
-    return "; ".join(
-        f"{label_all(group)} {'is' if len(group) == 1 else 'are'} {text}"
-        for text, group in groups.items()
-    )
+    for device in devices:
+        problem = obstacles[device.uuid]
+        text = problem.text if len(devices) <= _ONE_BY_ONE else problem.brief
+        groups.setdefault(text, []).append(device)
+    return "; ".join(f"{label_all(group)}: {text}" for text, group in groups.items())
 
 
 def link_strength(node: Node, a: Device, b: Device) -> int:
@@ -171,45 +143,7 @@ def describe_link(node: Node, members: Sequence[Device]) -> str:
     weakest = min(known, key=lambda link: (link.kind, link.lanes))
     if weakest.kind is LinkKind.NVLINK:
         return f"connected by NVLink ({weakest.short})"
-    return f"connected by {_WORDS[weakest.kind]} ({weakest.short})"
-
-
-def choose_devices(
-    node: Node,
-    request: DeviceRequest,
-    *,
-    environment: Mapping[str, str],
-    claims: Mapping[str, Claim] | None = None,
-) -> Decision[tuple[Device, ...]]:
-    """Choose devices for a request, or raise with the condition that failed and what would work."""
-    if request.ids == () or (request.count is not None and request.count < 1):
-        raise Impossible(
-            "fewer than one GPU requested",
-            fix="run on the CPU: start the program without picking GPUs",
-        )
-    claims = claims or {}
-    offered = device_candidates(node, request, environment)
-    obstacles = {
-        one.uuid: found for one in offered if (found := obstacle(one, request, claims)) is not None
-    }
-    eligible = [one for one in offered if one.uuid not in obstacles]
-    if request.count is not None:
-        wanted = request.count
-    else:
-        wanted = len(offered) if request.ids is not None else len(eligible)
-    if len(eligible) < wanted or not eligible:
-        refused = DevicesRefused(
-            node=node,
-            request=request,
-            offered=offered,
-            obstacles=obstacles,
-            claims=claims,
-            environment=environment,
-            wanted=max(wanted, 1),
-        )
-        raise refused.error()
-    chosen = _best(node, eligible, wanted)
-    return Decision(value=chosen, reason=_reason(node, request, offered, obstacles, chosen))
+    return f"connected by {_LINK_TEXTS[weakest.kind]} ({weakest.short})"
 
 
 def device_load(device: Device) -> tuple[bool, int, int]:
@@ -222,65 +156,58 @@ def device_load(device: Device) -> tuple[bool, int, int]:
 
 
 def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, ...]:
-    ranked = sorted(eligible, key=lambda one: (device_load(one), _number(one)))
+    ranked = sorted(eligible, key=lambda device: (device_load(device), _number(device)))
     limit = device_load(ranked[count - 1])
-    sure = [one for one in ranked if device_load(one) < limit]
-    equal = [one for one in ranked if device_load(one) == limit]
-    best = min(_sets(node, sure, equal, count), key=lambda members: _rank(node, members))
+    certain = [device for device in ranked if device_load(device) < limit]
+    equal = [device for device in ranked if device_load(device) == limit]
+    sets = _sets(node, certain, equal, count)
+    best = min(sets, key=lambda members: _rank(node, members))
     # In the order in which they were named or made visible, which is torch's numbering.
-    members = {one.uuid for one in best}
-    return tuple(one for one in eligible if one.uuid in members)
+    members = {device.uuid for device in best}
+    return tuple(device for device in eligible if device.uuid in members)
 
 
 def _sets(
-    node: Node, sure: Sequence[Device], equal: Sequence[Device], count: int
+    node: Node, certain: Sequence[Device], equal: Sequence[Device], count: int
 ) -> Iterator[list[Device]]:
     """Yield the sets to compare: all devices below the load limit, plus some at the limit."""
-    missing = count - len(sure)
+    missing = count - len(certain)
     if math.comb(len(equal), missing) * math.comb(count, 2) <= _EXHAUSTIVE_LINKS:
         for extra in itertools.combinations(equal, missing):
-            yield [*sure, *extra]
-    else:
-        for seed in equal:
-            yield _grow(node, [*sure, seed], [one for one in equal if one is not seed], count)
+            yield [*certain, *extra]
+        return
+    for seed in equal:
+        pool = [device for device in equal if device is not seed]
+        yield _grow(node, [*certain, seed], pool, count)
 
 
-def _grow(node: Node, members: list[Device], pool: Sequence[Device], count: int) -> list[Device]:
+def _grow(node: Node, members: list[Device], pool: list[Device], count: int) -> list[Device]:
     """Grow a set, each time by the most similar and best connected device."""
     model = members[0].name
-    left = {one.uuid: one for one in pool}
-    weakest = {one.uuid: min(link_strength(node, one, m) for m in members) for one in pool}
-    total = {one.uuid: sum(link_strength(node, one, m) for m in members) for one in pool}
-    constant = {one.uuid: (-(one.free_bytes or 0), _number(one)) for one in pool}
-    unlike = {one.uuid: one.name != model for one in pool}
     while len(members) < count:
-        best = min(
-            left, key=lambda uuid: (unlike[uuid], -weakest[uuid], -total[uuid], constant[uuid])
-        )
-        newest = left.pop(best)
-        members.append(newest)
-        for uuid, one in left.items():
-            added = link_strength(node, one, newest)
-            weakest[uuid] = min(weakest[uuid], added)
-            total[uuid] += added
+
+        def fitness(device: Device) -> tuple[object, ...]:
+            strengths = [link_strength(node, device, member) for member in members]
+            free = -(device.free_bytes or 0)
+            unlike = device.name != model
+            return unlike, -min(strengths), -sum(strengths), free, _number(device)
+
+        best = min(pool, key=fitness)
+        pool.remove(best)
+        members.append(best)
     return members
 
 
 def _rank(node: Node, members: Sequence[Device]) -> tuple[object, ...]:
     """Order sets from best to worst: same model, connection, free memory, generation, number."""
     weakest, total = set_strength(node, members)
-    return (
-        len({(one.kind, one.name, one.total_bytes) for one in members}),
-        -weakest,
-        -total,
-        -min((one.free_bytes or 0) // GiB for one in members),
-        # The oldest member first: the others wait for it.
-        [
-            (-major, -minor)
-            for major, minor in sorted(one.compute_capability or (0, 0) for one in members)
-        ],
-        sorted(_number(one) for one in members),
-    )
+    models = {(device.kind, device.name, device.total_bytes) for device in members}
+    free_gib = min((device.free_bytes or 0) // GiB for device in members)
+    # The oldest member first: the others wait for it.
+    generations = sorted(device.compute_capability or (0, 0) for device in members)
+    newest_first = [(-major, -minor) for major, minor in generations]
+    numbers = sorted(_number(device) for device in members)
+    return len(models), -weakest, -total, -free_gib, newest_first, numbers
 
 
 def _number(device: Device) -> tuple[str, tuple[int, int]]:
@@ -295,18 +222,17 @@ def _reason(
     chosen: Sequence[Device],
 ) -> str:
     """Describe the request, the choice, how it is connected, and what was skipped and why."""
-    several = len(chosen) > 1
-    parts = [
-        label_all(chosen),
-        " + ".join(sorted({one.name for one in chosen})),
-    ]
-    free = [one.free_bytes for one in chosen if one.free_bytes is not None]
+    models = sorted({device.name for device in chosen})
+    parts = [label_all(chosen), " + ".join(models)]
+    free = [device.free_bytes for device in chosen if device.free_bytes is not None]
     if free:
-        parts.append(f"{format_bytes(min(free))} free" + (" on each" if several else ""))
-    if connection := describe_link(node, chosen):
+        each = " on each" if len(chosen) > 1 else ""
+        parts.append(f"{format_bytes(min(free))} free{each}")
+    connection = describe_link(node, chosen)
+    if connection:
         parts.append(connection)
     if len(chosen) < len(offered) - len(obstacles):
         parts.append("the least loaded")
     text = f"{request} requested: {', '.join(parts)}"
-    blocked = [one for one in offered if one.uuid in obstacles]
+    blocked = [device for device in offered if device.uuid in obstacles]
     return f"{text}; {describe_refusal(blocked, obstacles)}" if blocked else text

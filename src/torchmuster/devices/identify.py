@@ -36,7 +36,7 @@ def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> De
     raise NoSuchDevice(
         f"there is no GPU {text} on {node.hostname}",
         why=f"the visible GPUs are: {have}" if have else "no GPU is visible here",
-        fix=SHOW_IDS if have else "run on the CPU: start the program without picking GPUs",
+        fix=SHOW_IDS if have else "run on the CPU: --device cpu",
     )
 
 

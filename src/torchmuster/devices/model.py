@@ -133,8 +133,10 @@ def label_all(devices: Sequence[Device]) -> str:
             runs.append([device])
     texts = []
     for run in runs:
-        short = len(run) > 2
-        texts += [f"{run[0].number}-{run[-1].number}"] if short else [one.number for one in run]
+        if len(run) > 2:
+            texts.append(f"{run[0].number}-{run[-1].number}")
+        else:
+            texts += [device.number for device in run]
     return ("GPU " if len(devices) == 1 else "GPUs ") + ", ".join(texts)
 
 

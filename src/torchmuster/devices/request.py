@@ -1,10 +1,10 @@
 """The device request and the claims: the inputs of a choice besides the snapshot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchmuster.devices.model import Device
-from torchmuster.units import GiB, MiB, format_bytes, format_seconds, plural
+from torchmuster.units import GiB, format_bytes, format_seconds, plural
 
 GpuId = int | str
 # Memory in use without a visible process: above this, a process in another container is assumed.
@@ -74,27 +74,6 @@ class DeviceRequest:
                 raise TypeError(f"{name} is not a whole number")
         return cls(**{**stored, "ids": ids})  # type: ignore[arg-type]
 
-    def as_flags(self) -> Sequence[str]:
-        """Return the request as flags of ``muster gpus pick``."""
-        words: list[str] = []
-        if self.ids is not None:
-            words += ["--gpu-ids", *map(str, self.ids)]
-        if self.count is not None:
-            words += ["--num", str(self.count)]
-        if self.min_free_bytes is not None:
-            words += ["--min-free", _rounded_down(self.min_free_bytes)]
-        if self.min_total_bytes is not None:
-            words += ["--min-total", _rounded_down(self.min_total_bytes)]
-        return [*words, "--share"] if self.share else words
-
-
-def _rounded_down(count: int) -> str:
-    """Write a size, rounded down so that a device with ``count`` bytes still meets it."""
-    if count < GiB:
-        return f"{count // MiB}MiB"
-    whole, tenths = divmod(count * 10 // GiB, 10)
-    return f"{whole}.{tenths}GiB" if tenths else f"{whole}GiB"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
@@ -124,10 +103,12 @@ def obstacle(
         return _lasting(f"too small ({format_bytes(device.usable_bytes or 0)} when empty)")
     if request.min_free_bytes and device.free_bytes is None:
         return _lasting("not reporting its free memory")
-    if claim := claims.get(device.uuid):
+    claim = claims.get(device.uuid)
+    if claim is not None:
         return Obstacle(text=f"claimed by {claim}", brief=f"claimed by {claim.user}", passing=True)
-    if not request.share and (users := in_use_by(device)):
-        names = sorted({one.user or UNKNOWN_USER for one in device.compute_processes})
+    users = None if request.share else in_use_by(device)
+    if users:
+        names = sorted({process.user or UNKNOWN_USER for process in device.compute_processes})
         brief = f"in use by {', '.join(names)}" if names else "in use"
         return Obstacle(text=f"in use by {users}", brief=brief, passing=True)
     if (device.free_bytes or 0) < (request.min_free_bytes or 0):
@@ -136,24 +117,21 @@ def obstacle(
     return None
 
 
-def in_use_by(device: Device) -> str:
-    """Return who computes on a device; empty if no process does."""
-    if device.compute_processes:
-        return ", ".join(
-            f"{one.user or UNKNOWN_USER} (pid {one.pid}{_idle(one.idle_s)})"
-            for one in device.compute_processes
-        )
-    unexplained = (device.used_bytes or 0) - sum(one.memory_bytes or 0 for one in device.processes)
+def in_use_by(device: Device) -> str | None:
+    """Return who computes on a device; None if no process does."""
+    users = []
+    for process in device.compute_processes:
+        idle_s = process.idle_s or 0
+        idle = f", idle {format_seconds(idle_s)}" if idle_s >= WORTH_MENTIONING_IDLE_S else ""
+        users.append(f"{process.user or UNKNOWN_USER} (pid {process.pid}{idle})")
+    if users:
+        return ", ".join(users)
+    explained = sum(process.memory_bytes or 0 for process in device.processes)
+    unexplained = (device.used_bytes or 0) - explained
     if unexplained > UNEXPLAINED_USE_BYTES:
         return f"a process that is not visible from here ({format_bytes(unexplained)})"
-    return ""
+    return None
 
 
 def _lasting(text: str) -> Obstacle:
     return Obstacle(text=text, brief=text, passing=False)
-
-
-def _idle(seconds: float | None) -> str:
-    if seconds is None or seconds < WORTH_MENTIONING_IDLE_S:
-        return ""
-    return f", idle {format_seconds(seconds)}"

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import render
+from torchmuster.pages.columns import aligned_columns
 from torchmuster.plan import estimate
 from torchmuster.plan.answer import Answer, Forecast, Offer, candidate_name, recompute_of
 from torchmuster.plan.hardware.described import describe_hardware

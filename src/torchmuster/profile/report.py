@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from torchmuster.diagnose.report.terminal import aligned_columns
 from torchmuster.finding import render
 from torchmuster.pages.charts import Bar, amount_text, bar_chart
+from torchmuster.pages.columns import aligned_columns
 from torchmuster.pages.frame import html_article, html_details, html_page, html_table
 from torchmuster.profile.analysis import SHARES, Profile
 from torchmuster.profile.causes import Cause, nothing_to_fix

@@ -22,7 +22,7 @@ from torchmuster.diagnose.machine.all_checks import SUBJECTS
 pytestmark = pytest.mark.slow
 
 # What a machine's administrator decides about, not this test's machine.
-OF_SOFTWARE = ("accelerators", "torch", "torch-companions", "collective-libraries", "numpy")
+OF_SOFTWARE = ("accelerators", "torch", "packages")
 
 
 def timeless(output: str) -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from device_strategies import (
 )
 from torchmuster.decision import Decision
 from torchmuster.devices import choose as refusal
-from torchmuster.devices.choose import DevicesRefused, choose_devices, device_load, set_strength
+from torchmuster.devices.choose import choose_devices, device_load, set_strength
 from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, Link, LinkKind, Node
 from torchmuster.devices.request import Claim, DeviceRequest, in_use_by, obstacle
@@ -42,7 +41,7 @@ from torchmuster.errors import (
     NoSuchDevice,
     TooFewDevices,
 )
-from torchmuster.units import GiB, MiB, parse_bytes
+from torchmuster.units import GiB, MiB
 
 Choice = Decision[tuple[Device, ...]]
 on_every_machine = settings(max_examples=150, deadline=None)
@@ -56,10 +55,6 @@ def outcome(case: Situation, **changes: Any) -> Choice | MusterError:
         )
     except MusterError as error:
         return error
-
-
-def granted(case: Situation, request: DeviceRequest) -> bool:
-    return isinstance(outcome(case, request=request), Decision)
 
 
 def is_refusal(result: Choice | MusterError) -> bool:
@@ -155,40 +150,6 @@ def test_of_equally_loaded_sets_the_best_one_is_taken(case: Situation) -> None:
     assert merit(case.node, result.value) == min(merit(case.node, one) for one in rivals)
 
 
-def parse_pick(line: str) -> DeviceRequest:
-    """Read ``muster gpus pick …`` as the command does."""
-    program, *words = shlex.split(line)
-    assert (program, *words[:2]) == ("muster", "gpus", "pick")
-    values: dict[str, list[str]] = {}
-    flag = ""
-    for word in words[2:]:
-        if word.startswith("--"):
-            flag = word
-            values[flag] = []
-        else:
-            values[flag].append(word)
-    assert values.keys() <= {"--gpu-ids", "--num", "--min-free", "--min-total", "--share"}
-
-    def size(name: str) -> int | None:
-        return parse_bytes(values[name][0]) if name in values else None
-
-    ids = tuple(values["--gpu-ids"]) if "--gpu-ids" in values else None
-    default = None if ids else 1
-    return DeviceRequest(
-        ids=ids,
-        count=int(values["--num"][0]) if "--num" in values else default,
-        min_free_bytes=size("--min-free"),
-        min_total_bytes=size("--min-total"),
-        share="--share" in values,
-    )
-
-
-def offers(error: MusterError) -> list[str]:
-    """The commands that a refusal says would work now."""
-    lines = [line for line in error.fix.splitlines() if line.startswith("muster gpus pick")]
-    return [line for line in lines if not line.endswith(" --wait")]
-
-
 @on_every_machine
 @given(situations())
 def test_a_refusal_names_what_stands_in_the_way_of_each_device(case: Situation) -> None:
@@ -209,49 +170,13 @@ def test_a_refusal_names_what_stands_in_the_way_of_each_device(case: Situation) 
 
 @on_every_machine
 @given(situations())
-def test_what_a_refusal_offers_instead_is_granted(case: Situation) -> None:
-    result = outcome(case)
-    if isinstance(result, Decision) or not is_refusal(result):
-        return
-    lines = offers(result)
-    for line in lines:
-        assert granted(case, parse_pick(line)), line
-    nearest = refused(case).nearest()
-    assert all(granted(case, request) for request in nearest)
-    assert len(nearest) == len(lines)
-    assert case.request not in nearest
-    seen = visible(case.node.accelerators, case.environment).devices
-    bare = DeviceRequest(share=True)
-    healthy = [one for one in seen if may_be_taken(one, bare, case.claims)]
-    if any(one.kind is case.node.main_kind for one in healthy):
-        assert nearest
-
-
-def refused(case: Situation) -> DevicesRefused:
-    offered = device_candidates(case.node, case.request, case.environment)
-    found = {one.uuid: obstacle(one, case.request, case.claims) for one in offered}
-    wanted = case.request.count or (1 if case.request.ids is None else len(offered))
-    return DevicesRefused(
-        node=case.node,
-        request=case.request,
-        offered=offered,
-        obstacles={uuid: one for uuid, one in found.items() if one is not None},
-        claims=case.claims,
-        environment=case.environment,
-        wanted=wanted,
-    )
-
-
-@on_every_machine
-@given(situations())
 def test_waiting_is_advised_exactly_when_it_can_help(case: Situation) -> None:
     result = outcome(case)
     if isinstance(result, Decision) or not is_refusal(result):
         return
     after = outcome(case, node=emptied(case.node), claims={})
     assert isinstance(result, DevicesBusy) == isinstance(after, Decision)
-    waits = [line for line in result.fix.splitlines() if line.endswith(" --wait")]
-    assert len(waits) == isinstance(result, DevicesBusy)
+    assert ("--wait" in result.fix) == isinstance(result, DevicesBusy)
 
 
 @on_every_machine
@@ -345,11 +270,7 @@ def test_two_nodes_choose_each_for_itself(snapshot: SnapshotAssertion) -> None:
     assert indices(pick(DGX, count=8)) == list(range(8))
     error = refusal_of(second, count=8)
     assert isinstance(error, DevicesBusy)
-    assert error.fix.splitlines() == [
-        "muster gpus pick --num 8 --wait",
-        "muster gpus pick --num 8 --share",
-        "muster gpus pick --num 7",
-    ]
+    assert error.fix.splitlines() == ["wait for them: --wait", "request 7 GPUs"]
     assert error == snapshot
 
 
@@ -360,7 +281,7 @@ def test_a_subset_of_a_shared_server(snapshot: SnapshotAssertion) -> None:
     error = refusal_of(DGX, count=5, cuda="2,3,5,7")
     assert isinstance(error, TooFewDevices)
     assert "CUDA_VISIBLE_DEVICES=2,3,5,7" in error.why
-    assert error.fix == "muster gpus pick --num 4"
+    assert error.fix == "request 4 GPUs"
     assert error == snapshot
 
 
@@ -521,7 +442,7 @@ def test_beside_nvidia_an_integrated_gpu_is_neither_counted_nor_numbered() -> No
     assert [one.uuid for one in pick(machine, ids=(0,)).value] == [gpu(0).uuid]
     error = refusal_of(machine, count=3)
     assert isinstance(error, TooFewDevices)
-    assert error.fix == "muster gpus pick --num 2"
+    assert error.fix == "request 2 GPUs"
     error = refusal_of(machine, ids=(2,))
     assert isinstance(error, NoSuchDevice)
     assert error.why.endswith(": 0, 1")
@@ -563,7 +484,7 @@ def test_many_obstacles_are_told_in_groups(snapshot: SnapshotAssertion) -> None:
         gpu(5),
     )
     why = refusal_of(machine, count=6).why
-    assert "GPUs 0-2 " in why
+    assert "GPUs 0-2: " in why
     assert why == snapshot
 
 
@@ -627,65 +548,6 @@ def test_a_desktop_does_not_make_a_gpu_busy() -> None:
     assert pick(node(desktop, gpu(1)), count=1).value == (gpu(1),)
 
 
-def test_a_gpu_too_full_is_offered_with_less(snapshot: SnapshotAssertion) -> None:
-    machine = node(gpu(0, used_bytes=GiB), gpu(1, used_bytes=59 * GiB + 900 * MiB))
-    error = refusal_of(machine, count=2, min_free_bytes=40 * GiB, share=True)
-    assert offers(error) == [
-        "muster gpus pick --num 2 --min-free 20.1GiB --share",
-        "muster gpus pick --num 1 --min-free 40GiB --share",
-    ]
-    assert error == snapshot
-
-
-def test_only_the_memory_condition_that_fails_is_lowered() -> None:
-    roomy = gpu(0, total_bytes=40 * GiB)
-    large = gpu(1, used_bytes=78 * GiB)
-    asked: dict[str, Any] = {
-        "count": 1,
-        "min_free_bytes": 30 * GiB,
-        "min_total_bytes": 60 * GiB,
-        "share": True,
-    }
-    (offered,) = offers(refusal_of(node(roomy, large), **asked))
-    assert parse_pick(offered) == DeviceRequest(**{**asked, "min_free_bytes": 2 * GiB})
-    asked["min_free_bytes"] = asked["min_total_bytes"] = 100 * GiB
-    (offered,) = offers(refusal_of(node(roomy), **asked))
-    both = {"min_free_bytes": 40 * GiB, "min_total_bytes": 40 * GiB}
-    assert parse_pick(offered) == DeviceRequest(**{**asked, **both})
-
-
-def test_memory_that_is_not_known_is_not_asked_for_in_what_is_offered() -> None:
-    error = refusal_of(node(gpu(0, used_bytes=None)), count=1, min_free_bytes=GiB)
-    assert error.fix == "muster gpus pick --num 1"
-
-
-def test_other_gpus_are_offered_for_named_ones_that_are_taken() -> None:
-    machine = node(busy(gpu(0), "alice"), gpu(1, trouble="GPU is lost"), gpu(2), gpu(3))
-    error = refusal_of(machine, ids=(0, 1))
-    assert isinstance(error, TooFewDevices)
-    assert error.fix == "muster gpus pick --num 2"
-
-
-def test_when_no_single_change_is_enough_all_are_made() -> None:
-    machine = node(busy(gpu(0), "alice"), busy(gpu(1), "alice"))
-    error = refusal_of(machine, count=3, min_total_bytes=90 * GiB)
-    assert error.fix == "muster gpus pick --num 2 --share"
-
-
-@pytest.mark.parametrize(
-    ("size", "written"),
-    [
-        (GiB // 2 + 5, "512MiB"),
-        (GiB, "1GiB"),
-        (80 * GiB - 1, "79.9GiB"),
-        (1535 * GiB + 1023 * MiB, "1535.9GiB"),
-    ],
-)
-def test_a_size_is_written_so_that_it_is_still_met(size: int, written: str) -> None:
-    assert list(DeviceRequest(min_free_bytes=size).as_flags()) == ["--min-free", written]
-    assert parse_bytes(written) <= size
-
-
 def test_slices_are_taken_alone_only(snapshot: SnapshotAssertion) -> None:
     machine = node(*split(gpu(0), 40 * GiB, 20 * GiB), busy(gpu(1), "alice"))
     choice = pick(machine, count=1)
@@ -693,13 +555,11 @@ def test_slices_are_taken_alone_only(snapshot: SnapshotAssertion) -> None:
     assert "GPU 0:0" in choice.reason
     error = refusal_of(machine, count=2)
     assert isinstance(error, TooFewDevices)
-    assert error.fix == "muster gpus pick --num 1"
     assert error == snapshot
 
 
 def test_all_gpus_of_a_machine_that_is_split_altogether(snapshot: SnapshotAssertion) -> None:
     error = refusal_of(node(*split(gpu(0), 40 * GiB)))
-    assert error.fix == "muster gpus pick --num 1"
     assert error == snapshot
 
 
@@ -707,4 +567,4 @@ def test_the_words_of_obstacles_join_runs_of_numbers() -> None:
     devices = [gpu(index, trouble="GPU is lost") for index in (0, 1, 2, 5)]
     found = {one.uuid: obstacle(one, DeviceRequest(), {}) for one in devices}
     obstacles = {uuid: one for uuid, one in found.items() if one is not None}
-    assert refusal.describe_refusal(devices, obstacles).startswith("GPUs 0-2, 5 ")
+    assert refusal.describe_refusal(devices, obstacles).startswith("GPUs 0-2, 5: ")

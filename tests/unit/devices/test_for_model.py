@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import busy, claim, gpu, integrated, node, split
-from torchmuster.devices.for_model import choose_for_model, shape_for_model
+from torchmuster.devices.for_model import choose_for_model
 from torchmuster.devices.model import Node
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.errors import DevicesBusy, Impossible, MusterError, NoSuchDevice, TooFewDevices
@@ -38,7 +38,6 @@ def test_a_model_that_fits_on_one_gpu(snapshot: SnapshotAssertion) -> None:
     chosen, strategy, reason = place(EIGHT, 14)
     assert (chosen, strategy) == ([0], "single")
     assert "56.0 GiB" in reason
-    assert "62.2 GiB" in reason
     assert reason == snapshot
 
 
@@ -78,11 +77,6 @@ def test_only_free_memory_counts() -> None:
     assert (len(chosen), strategy) == (2, "fsdp")
 
 
-def test_more_free_memory_may_be_asked_for_than_the_model_needs() -> None:
-    assert "70.0 GiB" in place(EIGHT, 1, min_free_bytes=70 * GiB)[2]
-    assert "62.2 GiB" in place(EIGHT, 14, min_free_bytes=GiB)[2]
-
-
 def test_a_slice_may_hold_a_small_model() -> None:
     decision = choose_for_model(
         node(*split(gpu(0), 40 * GiB)), GiB, DeviceRequest(), environment={}
@@ -96,8 +90,6 @@ def test_what_others_hold_now_is_worth_waiting_for(snapshot: SnapshotAssertion) 
     assert isinstance(error, DevicesBusy)
     assert "62.2 GiB" in error.what
     assert error == snapshot
-    shape = shape_for_model(taken, 14 * GiB, DeviceRequest(), environment={})
-    assert shape.value.strategy == "single"
 
 
 def test_one_free_gpu_too_few_is_made_up_for_by_sharding() -> None:
@@ -116,29 +108,7 @@ def test_a_model_too_large_for_the_machine(snapshot: SnapshotAssertion) -> None:
     error = refusal(EIGHT, 200)
     assert isinstance(error, TooFewDevices)
     assert "800 GiB" in error.what
-    assert "12 GPUs of 80.0 GiB" in error.fix
     assert error == snapshot
-
-
-def test_a_model_too_large_for_as_many_as_are_asked_for(snapshot: SnapshotAssertion) -> None:
-    two = refusal(EIGHT, 40, count=2)
-    assert "178 GiB" in two.why
-    assert two.why == snapshot(name="two")
-    one = refusal(EIGHT, 40, count=1)
-    assert "3 GPUs of 80.0 GiB" in one.fix
-    assert one.why == snapshot(name="one")
-
-
-def test_gpus_in_trouble_or_hidden_do_not_count() -> None:
-    lost = node(gpu(0), gpu(1, trouble="GPU is lost"), gpu(2))
-    assert "160 GiB" in refusal(lost, 100).why
-    assert "80.0 GiB" in refusal(lost, 100, cuda="0").why
-
-
-def test_slices_are_not_added_up() -> None:
-    slices = split(gpu(0), 40 * GiB, 20 * GiB)
-    assert "40.0 GiB" in refusal(node(*slices), 100).why
-    assert "80.0 GiB" in refusal(node(*slices, gpu(1)), 100).why
 
 
 @pytest.mark.parametrize(
@@ -164,7 +134,6 @@ def test_memory_in_use_that_is_not_known_is_told_and_not_guessed(
 ) -> None:
     error = refusal(node(gpu(0, used_bytes=None)), 1)
     assert isinstance(error, TooFewDevices)
-    assert error.fix == "muster gpus pick --num 1"
     assert error == snapshot
 
 

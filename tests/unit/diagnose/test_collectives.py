@@ -20,7 +20,7 @@ from torchmuster.diagnose.rank_record import (
     records_from,
 )
 from torchmuster.finding import Finding, Status
-from unit.diagnose.report.made_up import RIGHT, WRONG, rank
+from unit.diagnose.made_up import RIGHT, WRONG, rank
 
 
 def ranks(size: int = 3, **of_rank: object) -> list[RankRecord]:

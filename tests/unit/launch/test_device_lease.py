@@ -62,7 +62,7 @@ def test_gpus_are_claimed_told_by_uuid_and_given_back(machine: Machine, muster: 
     assert not set(others.out.strip().split(",")) & set(uuids)
     refused = muster("gpus", "pick", "--num", "3")
     assert refused.code == 3
-    assert "GPUs 0-5 are claimed by" in refused.err
+    assert "GPUs 0-5: claimed by" in refused.err
     held.release()
     assert muster("gpus", "pick", "--num", "8").code == 0
     held.release()  # once more does no harm

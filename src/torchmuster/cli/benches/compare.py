@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> ExitCode:
     """Read both records, compare, print."""
     from torchmuster.bench import compare  # not for --help
     from torchmuster.bench.result import read_record
-    from torchmuster.diagnose.report.terminal import aligned_columns
+    from torchmuster.pages.columns import aligned_columns
 
     before, after = read_record(options.before), read_record(options.after)
     changes = compare.compare_records(before, after)

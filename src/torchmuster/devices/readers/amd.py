@@ -16,7 +16,6 @@ from pathlib import Path
 from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Ecc
 from torchmuster.devices.readers import sysfs
 from torchmuster.finding import Finding, Status
-from torchmuster.units import MiB
 
 _LOCAL_HEAPS = (1, 2)
 # Installed by libdrm, which ROCm needs; the first path is that of AMD's own packages.
@@ -24,8 +23,6 @@ NAME_TABLES = (
     Path("/opt/amdgpu/share/libdrm/amdgpu.ids"),
     Path("/usr/share/libdrm/amdgpu.ids"),
 )
-# Memory of an idle driver. If more is in use than compute processes hold, windows may hold it.
-_DRIVER_BYTES = 512 * MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,30 +38,37 @@ class KfdNode:
 
 def kfd_nodes(topology: Path, pci_devices: Path) -> list[KfdNode]:
     """Return the GPUs among KFD's nodes, in its order."""
-    found = []
+    nodes = []
     for number in sorted(int(name) for name in sysfs.read_names(topology) if name.isdecimal()):
         folder = topology / str(number)
         # A CPU is also a node, with neither a GPU id nor SIMD units.
         gpu_id = sysfs.read_integer(folder / "gpu_id")
         properties = _properties(folder / "properties") if gpu_id else {}
-        if gpu_id and properties.get("simd_count"):
-            files = [folder / "mem_banks" / bank for bank in sysfs.read_names(folder / "mem_banks")]
-            banks = [_properties(file / "properties") for file in files]
-            local = [bank for bank in banks if bank.get("heap_type") in _LOCAL_HEAPS]
-            node = KfdNode(
-                number=number,
-                gpu_id=gpu_id,
-                properties=properties,
-                pci=_pci(properties, pci_devices),
-                local_bytes=sum(bank.get("size_in_bytes", 0) for bank in local),
-            )
-            found.append(node)
-    return found
+        if not gpu_id or not properties.get("simd_count"):
+            continue
+        local_bytes = 0
+        for bank in sysfs.read_names(folder / "mem_banks"):
+            memory = _properties(folder / "mem_banks" / bank / "properties")
+            if memory.get("heap_type") in _LOCAL_HEAPS:
+                local_bytes += memory.get("size_in_bytes", 0)
+        node = KfdNode(
+            number=number,
+            gpu_id=gpu_id,
+            properties=properties,
+            pci=_pci(properties, pci_devices),
+            local_bytes=local_bytes,
+        )
+        nodes.append(node)
+    return nodes
 
 
 def _properties(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (sysfs.read_text(path) or "").splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+    properties = {}
+    for line in (sysfs.read_text(path) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if value.isdecimal():
+            properties[name] = int(value)
+    return properties
 
 
 def _pci(properties: Mapping[str, int], pci_devices: Path) -> Path:
@@ -78,26 +82,26 @@ def _pci(properties: Mapping[str, int], pci_devices: Path) -> Path:
 
 def kfd_holders(folder: Path) -> dict[int, list[DeviceProcess]]:
     """Return, by KFD's GPU id, the processes that hold memory there or have a queue open."""
-    found = defaultdict(list)
+    holders = defaultdict(list)
     for pid in filter(str.isdecimal, sysfs.read_names(folder)):
         queues = folder / pid / "queues"
-        queued = {
-            sysfs.read_integer(queues / queue / "gpuid") for queue in sysfs.read_names(queues)
-        }
+        queued = set()
+        for queue in sysfs.read_names(queues):
+            queued.add(sysfs.read_integer(queues / queue / "gpuid"))
         for entry in sysfs.read_names(folder / pid):
-            gpu_id = entry.removeprefix("vram_")
-            if gpu_id != entry and gpu_id.isdecimal():
-                held = sysfs.read_integer(folder / pid / entry)
-                if held or int(gpu_id) in queued:
-                    process = DeviceProcess(pid=int(pid), compute=True, memory_bytes=held or None)
-                    found[int(gpu_id)].append(process)
-    return dict(found)
+            prefix, _, gpu_id = entry.partition("_")
+            if prefix != "vram" or not gpu_id.isdecimal():
+                continue
+            held = sysfs.read_integer(folder / pid / entry)
+            if held or int(gpu_id) in queued:
+                process = DeviceProcess(pid=int(pid), compute=True, memory_bytes=held or None)
+                holders[int(gpu_id)].append(process)
+    return dict(holders)
 
 
 def read_amd(
     sys_root: Path = Path("/sys"),
     dev_root: Path = Path("/dev"),
-    proc_root: Path = Path("/proc"),
     name_tables: Sequence[Path] = NAME_TABLES,
 ) -> tuple[list[Device], list[Finding]]:
     """Return the AMD GPUs that ROCm can use, and findings about what prevents that."""
@@ -136,7 +140,7 @@ def read_amd(
             power_w=sysfs.watts(sensors, "power1_average", "power1_input"),
             power_limit_w=sysfs.watts(sensors, "power1_cap"),
             ecc=_ecc(node.pci / "ras"),
-            processes=_processes(node, holders.get(node.gpu_id, []), used or 0, proc_root),
+            processes=tuple(holders.get(node.gpu_id, ())),
             trouble=f"{entrance} cannot be opened" if shut else None,
         )
         devices.append(device)
@@ -157,9 +161,11 @@ def _name(node: KfdNode, tables: Sequence[Path]) -> str:
     device = node.properties.get("device_id", 0)
     revision = sysfs.read_integer(node.pci / "revision") or 0
     entry = re.compile(rf"^{device:04X},\s*{revision:02X},\s*(\S.*)$", re.MULTILINE)
-    listed = (entry.search(sysfs.read_text(table) or "") for table in tables)
-    name = next((match[1].strip() for match in listed if match), None)
-    return name or sysfs.read_text(node.pci / "product_name") or f"AMD GPU 0x{device:04x}"
+    for table in tables:
+        match = entry.search(sysfs.read_text(table) or "")
+        if match:
+            return match[1].strip()
+    return sysfs.read_text(node.pci / "product_name") or f"AMD GPU 0x{device:04x}"
 
 
 def _ecc(ras: Path) -> Ecc | None:
@@ -168,17 +174,6 @@ def _ecc(ras: Path) -> Ecc | None:
     if not found:
         return None
     return Ecc(enabled=True, corrected=found.get("ce"), uncorrected=found.get("ue"))
-
-
-def _processes(
-    node: KfdNode, holders: Sequence[DeviceProcess], used_bytes: int, proc_root: Path
-) -> tuple[DeviceProcess, ...]:
-    """Add a desktop's windows, which KFD does not list, if some used memory is unaccounted for."""
-    if used_bytes - sum(one.memory_bytes or 0 for one in holders) < _DRIVER_BYTES:
-        return tuple(holders)
-    known = {one.pid for one in holders}
-    windows = sysfs.drm_processes(proc_root).get(node.pci.name, [])
-    return (*holders, *(one for one in windows if one.pid not in known))
 
 
 def _no_compute(addresses: Sequence[str]) -> Finding:

@@ -3,17 +3,14 @@
 The kernel has no stable UUID for them (only Level Zero creates one), so ``XPU-`` and the PCI
 address replace it; they are valid until the GPU is moved to another slot. The numbers match
 torch.xpu, in PCI order; as in torch, an integrated GPU (Arc class only) counts only if there is no
-discrete one.
-
-Left None: utilization and power, which are counters that need two readings; and memory, unless
-Intel's own driver packages write it to sysfs.
+discrete one. Memory, load and processes are unknown: the kernel shows them only through Intel's
+own libraries.
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from torchmuster.devices.model import Device, DeviceKind, DeviceProcess
+from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers import sysfs
 from torchmuster.finding import Finding, Status
 
@@ -24,37 +21,25 @@ _INTEGRATED_ADDRESS = "0000:00:02.0"
 
 
 def read_intel(
-    sys_root: Path = Path("/sys"),
-    dev_root: Path = Path("/dev"),
-    proc_root: Path = Path("/proc"),
+    sys_root: Path = Path("/sys"), dev_root: Path = Path("/dev")
 ) -> tuple[list[Device], list[Finding]]:
     """Return the Intel GPUs that torch can use, and findings about what prevents that."""
     pci = sys_root / "bus/pci/devices"
-    driven = []
-    for driver in ("i915", "xe"):
-        driven += [(address, driver) for address in sysfs.pci_addresses(sys_root, driver)]
     discrete, integrated = [], []
-    for address, driver in sorted(driven):
+    driven = sysfs.pci_addresses(sys_root, "i915") + sysfs.pci_addresses(sys_root, "xe")
+    for address in sorted(driven):
         if address != _INTEGRATED_ADDRESS:
-            discrete.append((address, driver))
+            discrete.append(address)
         elif sysfs.read_integer(pci / address / "device") in _INTEGRATED:
-            integrated.append((address, driver))
-    chosen = discrete or integrated
-    holders = sysfs.drm_processes(proc_root) if chosen else {}
-    devices = [
-        _device(index, pci / address, driver, dev_root, holders.get(address, []))
-        for index, (address, driver) in enumerate(chosen)
-    ]
-    return devices, [_shut(device) for device in devices if device.trouble]
+            integrated.append(address)
+    devices = []
+    for index, address in enumerate(discrete or integrated):
+        devices.append(_read_device(index, pci / address, dev_root))
+    return devices, [_cannot_be_opened(device) for device in devices if device.trouble]
 
 
-def _device(
-    index: int, pci: Path, driver: str, dev_root: Path, processes: Sequence[DeviceProcess]
-) -> Device:
+def _read_device(index: int, pci: Path, dev_root: Path) -> Device:
     number = sysfs.read_integer(pci / "device") or 0
-    sensors = sysfs.hwmon(pci, driver)
-    temperature, limit = sysfs.temperatures(sensors, "pkg")
-    total, used = _written_memory(pci)
     return Device(
         kind=DeviceKind.XPU,
         index=index,
@@ -62,13 +47,6 @@ def _device(
         name=f"Intel GPU 0x{number:04x}",
         pci_bus_id=pci.name,
         numa_node=sysfs.numa_node(pci),
-        total_bytes=total,
-        used_bytes=used,
-        temperature_c=temperature,
-        slowdown_temperature_c=limit,
-        power_limit_w=sysfs.watts(sensors, "power1_max", "power2_max"),
-        energy_j=sysfs.joules(sensors),
-        processes=tuple(processes),
         trouble=_why_not_opened(pci, dev_root),
     )
 
@@ -81,22 +59,7 @@ def _why_not_opened(pci: Path, dev_root: Path) -> str | None:
     return None if os.access(node, os.R_OK | os.W_OK) else f"{node} cannot be opened"
 
 
-def _written_memory(pci: Path) -> tuple[int | None, int | None]:
-    """Return total and used bytes from sysfs, where only Intel's own driver packages put them."""
-    cards = [
-        pci / "drm" / name for name in sysfs.read_names(pci / "drm") if name.startswith("card")
-    ]
-    tiles = [pci / name for name in sysfs.read_names(pci) if name.startswith("tile")]
-    sizes = [sysfs.read_integer(tile / "physical_vram_size_bytes") for tile in tiles]
-    sizes += [sysfs.read_integer(card / "lmem_total_bytes") for card in cards]
-    total = sum(size or 0 for size in sizes) or None
-    free = [sysfs.read_integer(card / "lmem_avail_bytes") for card in cards]
-    if total is None or not free or free[0] is None:
-        return total, None
-    return total, max(total - free[0], 0)
-
-
-def _shut(device: Device) -> Finding:
+def _cannot_be_opened(device: Device) -> Finding:
     return Finding(
         name="xpu-cannot-be-opened",
         status=Status.WARNING,

@@ -5,16 +5,8 @@ driver or a container one field is missing, never the whole report.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torchmuster.devices.model import DeviceProcess
-from torchmuster.units import parse_bytes
-
-# Engine names of amdgpu and i915 (busy time), and of xe (busy cycles).
-_COMPUTE_ENGINES = ("drm-engine-compute", "drm-cycles-ccs")
-_RENDER_ENGINES = ("drm-engine-gfx", "drm-engine-render", "drm-cycles-rcs")
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
@@ -69,18 +61,14 @@ def hwmon(pci: Path, driver: str) -> Path:
 
 
 def temperatures(sensors: Path, *labels: str) -> tuple[int | None, int | None]:
-    """Return the temperature and its critical limit in °C, for the first label with a reading.
-
-    For a driver without labels, the first sensor is used.
-    """
-    inputs = {number: read_integer(sensors / f"temp{number}_input") for number in "123"}
-    measured = [number for number, value in inputs.items() if value is not None]
-    labelled = {read_text(sensors / f"temp{number}_label"): number for number in reversed(measured)}
-    for label in (*labels, None):
-        if label in labelled:
-            number = labelled[label]
+    """Return the temperature and its critical limit in °C, for the first label with a reading."""
+    sensor_of = {read_text(sensors / f"temp{number}_label"): number for number in "321"}
+    for label in labels:
+        number = sensor_of.get(label)
+        value = read_integer(sensors / f"temp{number}_input")
+        if value is not None:
             limit = read_integer(sensors / f"temp{number}_crit")
-            return round((inputs[number] or 0) / 1000), round(limit / 1000) if limit else None
+            return round(value / 1000), round(limit / 1000) if limit else None
     return None, None
 
 
@@ -88,63 +76,3 @@ def watts(sensors: Path, *files: str) -> float | None:
     """Return the power in watts from the first of these files that is not 0 ("not measured")."""
     microwatts = (read_integer(sensors / file) for file in files)
     return next((value / 1e6 for value in microwatts if value), None)
-
-
-def joules(sensors: Path) -> float | None:
-    """Return the energy in joules since the driver was loaded, or None if it is not counted."""
-    # Of the card; some GPUs on xe only count that of the package, in the second file.
-    counts = (read_integer(sensors / file) for file in ("energy1_input", "energy2_input"))
-    return next((count / 1e6 for count in counts if count is not None), None)
-
-
-def drm_processes(proc_root: Path) -> dict[str, list[DeviceProcess]]:
-    """Return, by PCI address, the processes that have a GPU open: all for root, else the user's."""
-    found = defaultdict(list)
-    for pid in filter(str.isdecimal, read_names(proc_root)):
-        for address, clients in _clients(proc_root / pid).items():
-            amounts = [_local_bytes(client) for client in clients]
-            known = [amount for amount in amounts if amount is not None]
-            computes = any(_busy(client, _COMPUTE_ENGINES) for client in clients)
-            # A program that is still loading its data has neither computed nor drawn anything.
-            loading = any(known) and not any(_busy(client, _RENDER_ENGINES) for client in clients)
-            process = DeviceProcess(
-                pid=int(pid),
-                compute=computes or loading,
-                memory_bytes=sum(known) if known else None,
-            )
-            found[address].append(process)
-    return dict(found)
-
-
-def _clients(process: Path) -> dict[str, Iterable[Mapping[str, str]]]:
-    """Return the kernel's fdinfo of each GPU file that a process has open, by PCI address."""
-    clients: dict[str, dict[str, Mapping[str, str]]] = defaultdict(dict)
-    for descriptor in read_names(process / "fd"):
-        try:
-            opened = str((process / "fd" / descriptor).readlink())
-        except OSError:
-            continue
-        if opened.startswith("/dev/dri/"):
-            lines = (read_text(process / "fdinfo" / descriptor) or "").splitlines()
-            parts = (line.partition(":") for line in lines)
-            client = {key: value.strip() for key, _, value in parts}
-            # A duplicated descriptor shows the same client again.
-            clients[client.get("drm-pdev", "")][client.get("drm-client-id", descriptor)] = client
-    return {address: list(found.values()) for address, found in clients.items() if address}
-
-
-def _local_bytes(client: Mapping[str, str]) -> int | None:
-    """Return the device memory of a client: resident, or the key of older drivers."""
-    for prefix in ("drm-resident-", "drm-total-", "drm-memory-"):
-        regions = (f"{prefix}vram", f"{prefix}local")
-        try:
-            amounts = [parse_bytes(client[key]) for key in client if key.startswith(regions)]
-        except ValueError:
-            continue
-        if amounts:
-            return sum(amounts)
-    return None
-
-
-def _busy(client: Mapping[str, str], engines: Iterable[str]) -> bool:
-    return any(client.get(engine, "0").split()[:1] not in ([], ["0"]) for engine in engines)

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchmuster.devices.model import Device, DeviceKind, Node, label_all
-from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.readers import nvml_health
 from torchmuster.devices.readers.nvml_health import NvmlHealth, Recovery
 from torchmuster.diagnose.check import Check, Surroundings
@@ -31,7 +30,7 @@ _RECOVERY_FIX = {
 
 def _state(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
-    found = [*node.findings, *_prohibited(node), *_slowed(node), *_split(node), *_others(node)]
+    found = [*node.findings, *_prohibited(node), *_slowed(node)]
     yield from found
     if all(one.status is Status.NOTE for one in found):
         yield Finding(name="accelerators", status=Status.OK, what=words(node))
@@ -80,36 +79,6 @@ def _slowed(node: Node) -> Iterator[Finding]:
             )
 
 
-def _split(node: Node) -> Iterator[Finding]:
-    parents = [one for one in node.accelerators if one.mig_enabled and one.mig_index is None]
-    if parents:
-        yield Finding(
-            name="mig",
-            status=Status.NOTE,
-            what=f"{label_all(parents)} {'is' if len(parents) == 1 else 'are'} split into slices (MIG)",
-            why="a process can use one slice at most, and NCCL connects slices of one GPU only with "
-            "NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)",
-        )
-
-
-def _others(node: Node) -> Iterator[Finding]:
-    me = user_of_this_process()
-    held: dict[str, list[Device]] = {}
-    for device in node.accelerators:
-        for process in device.compute_processes:
-            if process.user != me and device not in held.setdefault(process.user or "", []):
-                held[process.user or ""].append(device)
-    for user, devices in held.items():
-        yield Finding(
-            name="gpu-in-use",
-            status=Status.NOTE,
-            what=f"{label_all(devices)} {'is' if len(devices) == 1 else 'are'} in use by "
-            + (user or "an unknown user"),
-            why="muster run uses other GPUs",
-            fix="muster gpus  # shows who uses which GPU",
-        )
-
-
 # ---- reported by NVML only
 
 
@@ -123,7 +92,6 @@ def _health(surroundings: Surroundings) -> Iterator[Finding]:
     health = nvml_health.read_nvml_health()
     found = [
         *(finding for one in gpus if one.uuid in health for finding in _one(one, health[one.uuid])),
-        *_persistence(gpus, health),
         *_nvlinks([one for one in gpus if not one.mig_enabled], health),
     ]
     yield from found
@@ -157,15 +125,6 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             fix=_RECOVERY_FIX[health.recovery].format(index=device.index),
             evidence=f"nvidia-smi -q -i {device.index} | grep -i 'recovery action'",
         )
-    if health.exclusive:
-        yield Finding(
-            name="gpu-exclusive",
-            status=Status.NOTE,
-            what=f"{device.label} allows one process at a time (compute mode exclusive)",
-            why="a second program on it fails with “all CUDA-capable devices are busy or "
-            "unavailable”",
-            fix=f"sudo nvidia-smi -i {device.index} -c DEFAULT",
-        )
     yield from _pcie(device, health)
 
 
@@ -186,24 +145,6 @@ def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             "factor",
             fix="reseat the GPU or its riser, and check the slot's setting in the BIOS",
             evidence=f"nvidia-smi -q -i {device.index} | grep -A 12 'GPU Link Info'",
-        )
-
-
-def _persistence(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:
-    # Relevant only where no desktop keeps the driver loaded: on GPUs with ECC memory.
-    off = [
-        one
-        for one in gpus
-        if one.uuid in health and health[one.uuid].persistent is False and one.ecc is not None
-    ]
-    if off:
-        yield Finding(
-            name="persistence-off",
-            status=Status.NOTE,
-            what=f"persistence mode is off on {label_all(off)}",
-            why="the driver initializes a GPU again whenever a program is the first to use it, which "
-            "takes seconds per GPU and resets the memory error counters",
-            fix="sudo nvidia-smi -pm 1",
         )
 
 

@@ -8,17 +8,12 @@ from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.cpu import cgroup_folders, reclaimable_bytes
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.node.memory_evidence import MemoryWatch
 from torchmuster.units import GiB, KiB, MiB, format_bytes
 
 # Memory of a rank before it loads a model: Python, torch and its libraries.
 _RANK_BYTES = 512 * MiB
 _SMALL_LIMIT_BYTES = 2 * GiB
-_STALLED_PERCENT = 10.0
-_LITTLE_TO_PROMISE_BYTES = 8 * GiB
-_STRICT = "2"  # of vm.overcommit_memory
 _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
-_FULL_STALL = re.compile(r"^full .*\bavg60=([\d.]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +26,7 @@ class _Room:
 
 
 def check_memory(surroundings: Surroundings) -> Iterator[Finding]:
-    """Check the memory of the host and the cgroup, and the kernel's counters."""
+    """Check the memory of the host and of the cgroup."""
     machine = {
         name: int(size) * KiB
         for name, size in _FIELD.findall(surroundings.text("/proc/meminfo") or "")
@@ -46,9 +41,6 @@ def check_memory(surroundings: Surroundings) -> Iterator[Finding]:
     findings = [
         *_limit(room, whole),
         *_nearly_full(room),
-        *_pressure(surroundings),
-        *_kills(surroundings),
-        *_overcommit(surroundings, machine),
     ]
     yield from findings or [Finding(name="memory", status=Status.OK, what=_seen(room, whole))]
 
@@ -108,56 +100,6 @@ def _nearly_full(room: _Room) -> Iterator[Finding]:
         fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop unneeded "
         "ones",
         evidence=f"{room.limited_by or '/proc/meminfo'}",
-    )
-
-
-def _pressure(surroundings: Surroundings) -> Iterator[Finding]:
-    found = _FULL_STALL.search(surroundings.text("/proc/pressure/memory") or "")
-    if found and float(found[1]) > _STALLED_PERCENT:
-        yield Finding(
-            name="memory-pressure",
-            status=Status.WARNING,
-            what=f"all processes were stalled on memory for {float(found[1]):.0f} % of the last "
-            f"minute",
-            why="the kernel swaps or drops cached files to free memory; training would be very "
-            "slow",
-            fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop "
-            "unneeded ones",
-            evidence=f"/proc/pressure/memory: {found[0]}",
-        )
-
-
-def _kills(surroundings: Surroundings) -> Iterator[Finding]:
-    watch = MemoryWatch.begin(
-        surroundings.path("/proc"), surroundings.path("/sys"), surroundings.path("/dev/kmsg")
-    )
-    if watch.kills:
-        times = "once" if watch.kills == 1 else f"{watch.kills} times"
-        yield Finding(
-            name="memory-kills",
-            status=Status.NOTE,
-            what=f"the kernel's OOM killer has killed a process {times} in this cgroup",
-            why="memory ran out since the container, job or session started; a rank that exited with "
-            "code 137 or -9 was probably one of these processes",
-            fix="sudo dmesg -T | grep -i 'killed process'  # shows which process, and when",
-        )
-
-
-def _overcommit(surroundings: Surroundings, machine: dict[str, int]) -> Iterator[Finding]:
-    if (surroundings.text("/proc/sys/vm/overcommit_memory") or "").strip() != _STRICT:
-        return
-    left = machine.get("CommitLimit", 0) - machine.get("Committed_AS", 0)
-    tight = left < _LITTLE_TO_PROMISE_BYTES
-    yield Finding(
-        name="overcommit-strict",
-        status=Status.WARNING if tight else Status.NOTE,
-        what="memory overcommit is disabled (vm.overcommit_memory is 2)",
-        why="CUDA and forked DataLoader workers reserve far more than they use and fail with "
-        f"“Cannot allocate memory” although memory is free; {format_bytes(max(left, 0))} can still "
-        "be reserved",
-        fix="sudo sysctl vm.overcommit_memory=0",
-        evidence=f"CommitLimit {format_bytes(machine.get('CommitLimit', 0))}, "
-        f"Committed_AS {format_bytes(machine.get('Committed_AS', 0))}",
     )
 
 

@@ -110,9 +110,7 @@ def _judge_own(
 ) -> Iterator[Finding]:
     found = [ipaddress.ip_address(one) for one in answer.addresses]
     outside = [one for one in found if not one.is_loopback]
-    if name.lower().partition(".")[0] == "localhost":
-        yield _nameless(name)
-    elif answer.is_slow:
+    if answer.is_slow:
         yield _slow_own(name, answer)
     elif not found:
         yield _unresolvable(name)
@@ -120,14 +118,6 @@ def _judge_own(
         yield _loopback(name, answer.addresses, _listed(name, surroundings))
     elif not any(str(one) in own for one in outside) and own:
         yield _elsewhere(name, [str(one) for one in outside], own, _listed(name, surroundings))
-    elif all(one.version == 6 for one in outside):
-        yield Finding(
-            name="name-ipv6-only",
-            status=Status.NOTE,
-            what=f"the hostname {name} resolves to IPv6 addresses only",
-            why="all hosts of a run then need IPv6; Muster selects an address that all hosts can reach",
-            evidence=", ".join(answer.addresses),
-        )
 
 
 def _hosts_line(name: str) -> str:
@@ -159,16 +149,6 @@ def _hosts_without(name: str) -> str:
     pattern = f"s/[[:space:]]{name.replace('.', '[.]')}([[:space:]]|$)/\\1/g"
     kept = f'kept=$(sed -E "{pattern}" /etc/hosts) && printf "%s\\n" "$kept" > /etc/hosts'
     return f"sudo cp /etc/hosts /etc/hosts.before && sudo sh -c '{kept}'"
-
-
-def _nameless(name: str) -> Finding:
-    return Finding(
-        name="name-is-localhost",
-        status=Status.NOTE,
-        what=f"the hostname of this host is {name}, which is not unique",
-        why="a run over several hosts cannot tell them apart",
-        fix="sudo hostnamectl set-hostname NAME",
-    )
 
 
 def _slow_own(name: str, answer: _Answer) -> Finding:

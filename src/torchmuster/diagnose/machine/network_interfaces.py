@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from torchmuster.devices.readers import sysfs
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.interfaces import Interface
 
 _FOLDER = "/sys/class/net"
 _SWITCHED_ON = 0x1  # IFF_UP; with a carrier it is also IFF_RUNNING
 _SLOW_MBITS = 100
-_USUAL_MTU = 1500
-_SMALLEST_MTU = 1280  # required by IPv6
 _MANY_ERRORS = 1000
 _ERROR_SHARE = 0.001
 _FEW_PORTS = 1000
@@ -29,7 +26,6 @@ class _Card:
     address: str
     speed_mbits: int | None
     duplex: str | None
-    mtu: int | None
     packets: int
     errors: int
 
@@ -44,9 +40,7 @@ def interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     findings = [
         *_none(usable),
         *_unplugged(known, surroundings, others_work=bool(usable)),
-        *_twice(known),
         *(found for card in wired for found in _judge(card)),
-        *_several([one.name for one in wired]),
     ]
     seen = ", ".join(f"{one.address} ({one.interface})" for one in usable)
     yield from findings or [Finding(name="interfaces", status=Status.OK, what=seen)]
@@ -69,7 +63,6 @@ def _card(name: str, address: str, surroundings: Surroundings) -> _Card:
         address=address,
         speed_mbits=speed if speed and speed > 0 else None,
         duplex=sysfs.read_text(folder / "duplex"),
-        mtu=sysfs.read_integer(folder / "mtu"),
         packets=counted["rx_packets"] + counted["tx_packets"],
         errors=counted["rx_errors"] + counted["tx_errors"] + counted["rx_missed_errors"],
     )
@@ -84,25 +77,6 @@ def _none(usable: Sequence[object]) -> Iterator[Finding]:
             why="single-host runs work; runs over several hosts do not",
             fix="ip -br address  # lists the interfaces; then bring one up",
         )
-
-
-def _twice(known: Sequence[Interface]) -> Iterator[Finding]:
-    holders: dict[str, list[str]] = {}
-    for one in known:
-        for address in one.addresses:
-            # Link-local addresses (fe80) are unique per link only.
-            if one.up and not one.is_loopback and not address.startswith("fe80"):
-                holders.setdefault(address, []).append(one.name)
-    for address, names in holders.items():
-        if len(names) > 1:
-            yield Finding(
-                name="address-twice",
-                status=Status.WARNING,
-                what=f"{' and '.join(names)} have the same address, {address}",
-                why="replies always leave through the same interface, even if the request "
-                "arrived on the other",
-                fix="ip -br address  # then remove it from the wrong interface's configuration",
-            )
 
 
 def _unplugged(
@@ -155,75 +129,16 @@ def _judge(card: _Card) -> Iterator[Finding]:
             "twice: if a counter grows, replace the cable",
             evidence=f"{_FOLDER}/{card.name}/statistics",
         )
-    if card.mtu is not None and card.mtu < _SMALLEST_MTU:
-        yield Finding(
-            name="mtu-small",
-            status=Status.WARNING,
-            what=f"{card.name} has an MTU of only {card.mtu} bytes",
-            why="transfers need several times as many packets, and IPv6 does not work",
-            fix=f"sudo ip link set {card.name} mtu {_USUAL_MTU}",
-        )
-    elif card.mtu is not None and card.mtu > _USUAL_MTU:
-        yield Finding(
-            name="mtu-large",
-            status=Status.NOTE,
-            what=f"{card.name} has an MTU of {card.mtu} bytes",
-            why="every switch on the path must support it, or large messages are lost while small "
-            "ones arrive; muster check tests it",
-            fix="muster check --hosts A,B  # tests whether large frames arrive",
-        )
-
-
-def _several(names: Sequence[str]) -> Iterator[Finding]:
-    if len(names) > 1:
-        yield Finding(
-            name="several-interfaces",
-            status=Status.NOTE,
-            what=f"several interfaces may reach other hosts: {', '.join(names)}",
-            why=f"Muster tries {names[0]} first and uses the one that all hosts reach; plain "
-            "torchrun uses the one that the hostname resolves to",
-            fix=f"export GLOO_SOCKET_IFNAME={names[0]} NCCL_SOCKET_IFNAME=={names[0]}  # for torchrun",
-        )
 
 
 def routes(surroundings: Surroundings) -> Iterator[Finding]:
-    """Check the routes and the range of ephemeral ports."""
+    """Check the range of ephemeral ports."""
     table = [line.split() for line in (surroundings.text("/proc/net/route") or "").splitlines()[1:]]
     entries = [fields for fields in table if len(fields) > 7]
-    findings = [*_default(entries), *_same_network(entries), *_ports(surroundings)]
+    findings = list(_ports(surroundings))
     ways = sorted({fields[0] for fields in entries if fields[1] == "00000000"})
     seen = f"default route through {', '.join(ways)}"
     yield from findings or [Finding(name="routes", status=Status.OK, what=seen)]
-
-
-def _default(entries: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    if not any(fields[1] == "00000000" for fields in entries):
-        yield Finding(
-            name="no-default-route",
-            status=Status.NOTE,
-            what="there is no default route",
-            why="only hosts on the same network are reachable, not other networks or the internet",
-            fix="sudo ip route add default via ROUTER",
-        )
-
-
-def _same_network(entries: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    ways: dict[tuple[str, str], list[str]] = {}
-    for fields in entries:
-        if fields[1] != "00000000" and fields[0] not in ways.setdefault((fields[1], fields[7]), []):
-            ways[fields[1], fields[7]].append(fields[0])
-    for names in ways.values():
-        if len(names) > 1:
-            yield Finding(
-                name="same-network-twice",
-                status=Status.NOTE,
-                what=f"{' and '.join(names)} are on the same network",
-                why="replies leave through the first interface, even if the request arrived on "
-                "the other; a strict rp_filter drops packets that arrive on the other",
-                fix="ip route  # shows which is used; then put each on its own network, or disable "
-                "the unused one",
-                evidence="/proc/net/route",
-            )
 
 
 def _ports(surroundings: Surroundings) -> Iterator[Finding]:
@@ -244,25 +159,6 @@ def _ports(surroundings: Surroundings) -> Iterator[Finding]:
             fix='sudo sysctl net.ipv4.ip_local_port_range="32768 60999"',
             evidence=file,
         )
-    elif first <= USUAL_PORT <= last and not _is_reserved(surroundings):
-        yield Finding(
-            name="ports-overlap",
-            status=Status.NOTE,
-            what=f"port {USUAL_PORT} (rendezvous) is in the range of ephemeral ports",
-            why=f"any connection may take a port from {first} to {last}; Muster then uses the next "
-            "port, but torchrun fails",
-            fix=f"sudo sysctl net.ipv4.ip_local_reserved_ports={USUAL_PORT},29500",
-            evidence=file,
-        )
-
-
-def _is_reserved(surroundings: Surroundings) -> bool:
-    listed = surroundings.text("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""
-    for part in listed.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and int(first) <= USUAL_PORT <= int(last or first):
-            return True
-    return False
 
 
 CHECKS = (

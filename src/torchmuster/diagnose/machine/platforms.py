@@ -1,4 +1,4 @@
-"""What torch and other hosts can and cannot do with WSL 2, Windows and macOS."""
+"""WSL 2, which other hosts cannot reach by default."""
 
 from collections.abc import Iterator
 
@@ -14,8 +14,6 @@ networkingMode=mirrored
 # then in PowerShell as administrator:
 wsl --shutdown
 """
-
-_ASKS = "What is different on this platform?"
 
 
 def wsl(surroundings: Surroundings) -> Iterator[Finding]:
@@ -34,31 +32,4 @@ def wsl(surroundings: Surroundings) -> Iterator[Finding]:
     )
 
 
-def windows(surroundings: Surroundings) -> Iterator[Finding]:
-    """Report what torch supports on Windows."""
-    yield Finding(
-        name="windows-gloo-only",
-        status=Status.NOTE,
-        what="on Windows torch supports gloo only, not NCCL",
-        why="ranks on GPUs then exchange gradients through host memory, which is slow; Linux in "
-        "WSL 2 has NCCL and uses the same GPUs",
-        fix="wsl --install  # in PowerShell as administrator",
-    )
-
-
-def macos(surroundings: Surroundings) -> Iterator[Finding]:
-    """Report what torch supports on macOS."""
-    yield Finding(
-        name="macos-gloo-only",
-        status=Status.NOTE,
-        what="on macOS, multiple ranks run on the CPU only (gloo)",
-        why="the GPU (mps) has no collectives; a single process can train on it",
-        fix="muster run --device cpu --ranks 2 train.py",
-    )
-
-
-CHECKS = (
-    Check(name="platform", asks=_ASKS, run=wsl, systems=("linux",)),
-    Check(name="platform", asks=_ASKS, run=windows, systems=("win32",)),
-    Check(name="platform", asks=_ASKS, run=macos, systems=("darwin",)),
-)
+CHECKS = (Check(name="platform", asks="Can other hosts reach WSL 2?", run=wsl, systems=("linux",)),)

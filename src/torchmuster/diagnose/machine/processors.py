@@ -12,14 +12,11 @@ _CPUS = "/sys/devices/system/cpu"
 # With fewer periods, the share is not meaningful.
 _ENOUGH_PERIODS = 100
 _THROTTLED_SHARE = 0.5
-_LOAD_PER_CORE = 2.0
-# With these drivers "powersave" still reaches full speed under load.
-_CLEVER_DRIVERS = ("intel_pstate", "amd-pstate", "amd-pstate-epp")
 _ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
 
 
 def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
-    """Check quota, affinity, throttling, load and governor."""
+    """Check quota, affinity and throttling."""
     machine = _count(surroundings.text(f"{_CPUS}/online"))
     allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
     usable = usable_cores(
@@ -32,12 +29,8 @@ def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
         *_quota(usable),
         *_one_core(usable),
         *_throttled(surroundings),
-        *_load(surroundings, usable.value),
-        *_governor(surroundings),
     ]
-    numa = len([name for name in _nodes(surroundings) if name.startswith("node")])
-    seen = usable.reason + (f"; {numa} NUMA nodes" if numa > 1 else "")
-    yield from findings or [Finding(name="processors", status=Status.OK, what=seen)]
+    yield from findings or [Finding(name="processors", status=Status.OK, what=usable.reason)]
 
 
 def _count(ranges: str | None) -> int:
@@ -48,14 +41,6 @@ def _count(ranges: str | None) -> int:
         if first.isdecimal():
             count += int(last or first) - int(first) + 1
     return count
-
-
-def _nodes(surroundings: Surroundings) -> list[str]:
-    return [
-        name
-        for name in sysfs.read_names(surroundings.path("/sys/devices/system/node"))
-        if re.fullmatch(r"node\d+", name)
-    ]
 
 
 def _quota(limit: CpuLimit) -> Iterator[Finding]:
@@ -107,35 +92,6 @@ def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
                 evidence=f"cpu.stat: nr_periods {periods}, nr_throttled {throttled}",
             )
             return
-
-
-def _load(surroundings: Surroundings, cores: int) -> Iterator[Finding]:
-    words = (surroundings.text("/proc/loadavg") or "").split()
-    if words and float(words[0]) > _LOAD_PER_CORE * cores:
-        yield Finding(
-            name="load-high",
-            status=Status.NOTE,
-            what=f"high load: {float(words[0]):.0f} runnable processes on {cores} cores",
-            why="other processes use this host; benchmark results will be low, and ranks here slower than "
-            "elsewhere",
-            fix="ps -eo pid,user,pcpu,args --sort=-pcpu | head  # the busiest processes",
-            evidence=f"/proc/loadavg: {' '.join(words[:3])}",
-        )
-
-
-def _governor(surroundings: Surroundings) -> Iterator[Finding]:
-    folder = f"{_CPUS}/cpu0/cpufreq"
-    governor = (surroundings.text(f"{folder}/scaling_governor") or "").strip()
-    driver = (surroundings.text(f"{folder}/scaling_driver") or "").strip()
-    if governor == "powersave" and driver not in _CLEVER_DRIVERS:
-        yield Finding(
-            name="cpu-powersave",
-            status=Status.NOTE,
-            what="the cores run at their lowest speed (governor powersave)",
-            why="loading data and launching kernels takes longer than necessary",
-            fix="sudo cpupower frequency-set -g performance",
-            evidence=f"{folder}/scaling_governor: {governor}, driver {driver or 'unknown'}",
-        )
 
 
 CHECKS = (

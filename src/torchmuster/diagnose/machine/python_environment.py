@@ -1,12 +1,9 @@
-"""The Python that runs Muster, and whether it imports the packages that were installed."""
+"""Whether Python imports the packages that were installed, and not others of the same name."""
 
 import os
-import platform
 import shlex
-import shutil
-import struct
-import sys
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 from torchmuster.diagnose.check import Check, Surroundings
@@ -14,59 +11,6 @@ from torchmuster.diagnose.machine import installed
 from torchmuster.finding import Finding, Status
 
 _MODULES = ("torch", "numpy")
-_POINTER_BITS = struct.calcsize("P") * 8
-
-
-def _python(surroundings: Surroundings) -> Iterator[Finding]:
-    found = [*_home(surroundings), *_narrow(), *_other_python(surroundings)]
-    yield from found
-    if all(one.status is Status.NOTE for one in found):
-        kind = "virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
-        words = f"Python {platform.python_version()}, {kind}"
-        yield Finding(name="python", status=Status.OK, what=words)
-
-
-def _home(surroundings: Surroundings) -> Iterator[Finding]:
-    home = surroundings.environment.get("PYTHONHOME")
-    if home:
-        yield Finding(
-            name="python-home",
-            status=Status.WARNING,
-            what=f"PYTHONHOME={home} changes the location of Python's standard library",
-            why="every Python started here searches its standard library there, including other "
-            "versions and virtual environments",
-            fix="unset PYTHONHOME",
-        )
-
-
-def _narrow() -> Iterator[Finding]:
-    if _POINTER_BITS < 64:
-        yield Finding(
-            name="python-32-bit",
-            status=Status.FAILURE,
-            what="this Python is a 32-bit build",
-            why="torch supports 64-bit Python only",
-            fix="install a 64-bit Python and create a new virtual environment with it",
-        )
-
-
-def _other_python(surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield a note if ``python`` is not the Python that Muster starts ranks with."""
-    usual = shutil.which("python", path=surroundings.environment.get("PATH", ""))
-    if usual is None or Path(usual).parent == Path(surroundings.python).parent:
-        return
-    if os.path.realpath(usual) == os.path.realpath(surroundings.python):
-        return
-    yield Finding(
-        name="other-python-on-path",
-        status=Status.NOTE,
-        what=f"python is {usual}, but Muster runs scripts with {surroundings.python}",
-        why="packages installed with one are not available in the other",
-        fix=f"{surroundings.python} -m pip install …  # installs for Muster's Python",
-    )
-
-
-# ---- imported packages
 
 
 def _imports(surroundings: Surroundings) -> Iterator[Finding]:
@@ -108,7 +52,7 @@ def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
     if len(found) < 2 or found[0].is_file() or found[0].resolve() == found[1].resolve():
         return
     taken, other = found[:2]
-    versions = [_version(module, place, surroundings) for place in (taken, other)]
+    versions = [_version(module, place) for place in (taken, other)]
     if versions[0] == versions[1]:
         return
     variable = surroundings.environment.get("PYTHONPATH", "")
@@ -139,19 +83,13 @@ def _virtual_environment(place: Path) -> Path | None:
     return next((one for one in place.parents if (one / "pyvenv.cfg").is_file()), None)
 
 
-def _version(module: str, place: Path, surroundings: Surroundings) -> str:
-    for one in installed.packages(surroundings):
-        if one.name == module and one.folder == place.parent:
-            return one.version
+def _version(module: str, place: Path) -> str:
+    for package in distributions(name=module, path=[str(place.parent)]):
+        return package.version
     return "an unknown version"
 
 
 CHECKS = (
-    Check(
-        name="python",
-        asks="Does torch support this Python, and is it the one on PATH?",
-        run=_python,
-    ),
     Check(
         name="python-imports",
         asks="Does Python import the installed packages, and not others of the same name?",

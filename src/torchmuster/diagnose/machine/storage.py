@@ -1,14 +1,13 @@
-"""Storage: the folder for runs, the folder for temporary files, and the folders of caches."""
+"""Storage: the folder for runs and the folder for temporary files."""
 
 import errno
 import os
-import re
 import shlex
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from torchmuster.diagnose.check import Check, Cost, Surroundings
 from torchmuster.finding import Finding, Status
@@ -21,29 +20,12 @@ _SLOW_SYNC_S = 0.5
 _TRIES = 3
 _PAUSE_S = 0.3
 _BUDGET_S = 12.0
-# The kernel writes a space in a name as \040.
-_ESCAPED = re.compile(r"\\([0-7]{3})")
 _BARELY_ANY_BYTES = 16 * MiB
 _LITTLE_BYTES = GiB
 _LITTLE_TEMPORARY_BYTES = 64 * MiB
 _FEW_FILES = 1000
-# On these filesystems every write goes over a network or to another operating system.
-_FAR_AWAY = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "drvfs",
-    "fuse.sshfs",
-    "fuse.s3fs",
-    "fuse.gcsfuse",
-)
-# A socket's path has at most 107 characters, and multiprocessing adds /pymp-12345678/listener-12345678.
-_LONGEST_TEMPORARY = 107 - 33
 _EVERYBODYS = ("/tmp", "/var/tmp")  # noqa: S108
 _LOG = "sudo dmesg | tail  # shows disk errors"
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,79 +112,24 @@ def _try(folder: Path) -> Speed:
     return Speed(bytes_per_s=_WRITTEN_BYTES / max(written - began, 1e-6), sync_s=ended - written)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mount:
-    """A mounted filesystem: mount point, type, source and options."""
-
-    folder: str
-    kind: str
-    source: str
-    options: tuple[str, ...]
-
-
-def mount_of(folder: Path, surroundings: Surroundings) -> Mount | None:
-    """Return the filesystem of a folder; None if the system does not report it."""
-    wanted = PurePosixPath(folder.resolve().as_posix())
-    found = None
-    for line in (surroundings.text("/proc/self/mountinfo") or "").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        if len(fields) < 6 or len(kind) < 2:
-            continue
-        place = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4])
-        # The last mount at a mount point hides earlier ones.
-        if wanted.is_relative_to(place) and (found is None or len(place) >= len(found.folder)):
-            options = tuple(fields[5].split(","))
-            found = Mount(folder=place, kind=kind[0], source=kind[1], options=options)
-    return found
-
-
 def run_folder(surroundings: Surroundings) -> Iterator[Finding]:
     """Check the folder for runs."""
     folder = surroundings.folder
-    mount = mount_of(folder, surroundings)
     findings = list(_no_room(folder, "run-folder", _LITTLE_BYTES))
-    if not findings and mount and mount.kind in _FAR_AWAY:
-        findings.append(_far_away(folder, mount))
-    yield from findings or [_fine("run-folder", folder, mount)]
+    yield from findings or [_fine("run-folder", folder)]
 
 
 def temporary_folder(surroundings: Surroundings) -> Iterator[Finding]:
     """Check the folder that torchrun, multiprocessing and torch.compile write to."""
     folder = Path(surroundings.environment.get("TMPDIR") or surroundings.path("/tmp"))  # noqa: S108
-    mount = mount_of(folder, surroundings)
     findings = list(_no_room(folder, "temporary-folder", _LITTLE_TEMPORARY_BYTES))
-    if mount and "noexec" in mount.options and not _compiles_elsewhere(surroundings):
-        findings.append(_no_programs(folder, mount))
-    if len(str(folder)) > _LONGEST_TEMPORARY:
-        findings.append(_long_name(folder))
-    yield from findings or [_fine("temporary-folder", folder, mount)]
+    yield from findings or [_fine("temporary-folder", folder)]
 
 
-def cache_folders(surroundings: Surroundings) -> Iterator[Finding]:
-    """Check the cache folders of compiled kernels and downloaded models."""
-    chosen = {
-        name: Path(value).expanduser()
-        for name in CACHES
-        if (value := surroundings.environment.get(name))
-    }
-    home = surroundings.environment.get("HOME")
-    if home and not {"TRITON_CACHE_DIR", "HF_HOME"} <= chosen.keys():
-        chosen["HOME"] = Path(home)
-    findings = [
-        _unwritable_cache(name, folder, trouble)
-        for name, folder in chosen.items()
-        if (trouble := _trouble(folder)) is not None
-    ]
-    seen = ", ".join(f"{name} {folder}" for name, folder in chosen.items()) or "the default folders"
-    yield from findings or [Finding(name="cache-folders", status=Status.OK, what=seen)]
-
-
-def _fine(name: str, folder: Path, mount: Mount | None) -> Finding:
+def _fine(name: str, folder: Path) -> Finding:
     _, free, _ = _room(_existing(folder))
-    kind = f", {mount.kind}" if mount else ""
     return Finding(
-        name=name, status=Status.OK, what=f"{folder}: {format_bytes(free)} free{kind}, writable"
+        name=name, status=Status.OK, what=f"{folder}: {format_bytes(free)} free, writable"
     )
 
 
@@ -305,59 +232,6 @@ def _ways_to_write(folder: Path, name: str, number: int | None) -> Iterator[str]
         yield f'sudo mount -o remount,rw "$(stat -c %m {quoted})"  # only if the log shows no error'
 
 
-def _far_away(folder: Path, mount: Mount) -> Finding:
-    return Finding(
-        name="run-folder-far",
-        status=Status.NOTE,
-        what=f"{folder} is on {mount.kind} ({mount.source})",
-        why="every rank writes logs and checkpoints to it; if it stalls, training stalls",
-        fix="muster doctor --deep  # measures its speed",
-    )
-
-
-def _compiles_elsewhere(surroundings: Surroundings) -> bool:
-    return bool(surroundings.environment.get("TORCHINDUCTOR_CACHE_DIR"))
-
-
-def _no_programs(folder: Path, mount: Mount) -> Finding:
-    return Finding(
-        name="temporary-folder-noexec",
-        status=Status.WARNING,
-        what=f"{folder} is mounted noexec",
-        why="torch.compile and Triton load compiled code from there and fail with “failed to map "
-        "segment from shared object”",
-        fix="export TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/torchinductor\n"
-        f"sudo mount -o remount,exec {shlex.quote(mount.folder)}  # or allow execution",
-        evidence=f"{mount.folder}: {','.join(mount.options)}",
-    )
-
-
-def _long_name(folder: Path) -> Finding:
-    return Finding(
-        name="temporary-folder-long",
-        status=Status.WARNING,
-        what=f"the path of the temporary folder has {len(str(folder))} characters",
-        why="DataLoader workers create sockets there, and a socket's path is limited to 107 "
-        "characters; they fail with “AF_UNIX path too long”",
-        fix="export TMPDIR=/tmp",
-        evidence=f"TMPDIR={folder}",
-    )
-
-
-def _unwritable_cache(name: str, folder: Path, trouble: OSError) -> Finding:
-    kept = "Triton, Hugging Face and others store" if name == "HOME" else "libraries store"
-    return Finding(
-        name="cache-not-writable",
-        status=Status.WARNING,
-        what=f"cannot write to {folder} ({name})",
-        why=f"{kept} compiled kernels or downloaded models there and would fail with "
-        f"“{trouble.strerror or trouble}”",
-        fix=f"export {name}=/tmp/{name.lower()} && mkdir -p /tmp/{name.lower()}  # or another "
-        "folder",
-        evidence=str(trouble),
-    )
-
-
 CHECKS = (
     Check(
         name="run-folder",
@@ -366,14 +240,9 @@ CHECKS = (
     ),
     Check(
         name="temporary-folder",
-        asks="Can temporary files, sockets and compiled code be written?",
+        asks="Can temporary files be written?",
         run=temporary_folder,
         systems=("linux", "darwin"),
-    ),
-    Check(
-        name="cache-folders",
-        asks="Are the caches of compiled kernels and downloaded models writable?",
-        run=cache_folders,
     ),
     Check(
         name="disk-speed",

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ _SLOW = 0.8
 _DOING = {
     "": "starting",
     "import": "importing torch",
-    "numpy": "creating a tensor from a NumPy array",
     "group": "creating a gloo process group of one rank",
     "device": "multiplying matrices",
 }
@@ -133,7 +133,6 @@ def judge_trial(
     """Yield the findings of a trial; ``busy`` are devices in use by others, which may be slow."""
     found = [
         *_ended_early(trial, python),
-        *_numpy(trial, python),
         *_group(trial),
         *(one for record in trial.of("import") for one in _gpus_seen(record, gpus)),
         *(one for record in trial.of("device") for one in _device(record)),
@@ -162,34 +161,28 @@ def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
             "driver errors",
             evidence=trial.complaint,
         )
-    elif trial.code:
-        how = f"signal {-trial.code}" if trial.code < 0 else f"exit code {trial.code}"
-        last = trial.complaint.splitlines()[-1:] or [how]
-        known = next(iter(explain_text(trial.complaint, host="this host")), None)
-        yield Finding(
-            name="torch-import-fails" if trial.last_begun in ("", "import") else "torch-crashes",
-            status=Status.FAILURE,
-            what=f"torch fails while {doing}: {last[0]}",
-            why=f"every script on this host fails the same way ({how})"
-            + (f"; {known.what}: {known.why}" if known else ""),
-            fix=known.fix
-            if known
-            else "muster doctor  # its other findings often show the cause\n"
-            f"{python} -m pip install --force-reinstall torch",
-            evidence=trial.complaint,
-        )
-
-
-def _numpy(trial: Trial, python: str) -> Iterator[Finding]:
-    for record in trial.of("numpy"):
-        if record.get("error"):
-            yield Finding(
-                name="numpy-broken",
-                status=Status.WARNING if record.get("installed") else Status.NOTE,
-                what="torch cannot create tensors from NumPy arrays",
-                why=str(record["error"]),
-                fix=f'{python} -m pip install --force-reinstall numpy  # "numpy<2" for torch before 2.3',
-            )
+    if not trial.code:
+        return
+    end = f"exit code {trial.code}"
+    if trial.code < 0:
+        end = f"signal {-trial.code}"
+    last_line = trial.complaint.rpartition("\n")[2] or end
+    why = f"every script on this host fails the same way ({end})"
+    fix = (
+        "muster doctor  # its other findings often show the cause\n"
+        f"{python} -m pip install --force-reinstall torch"
+    )
+    for known in explain_text(trial.complaint, host="this host")[:1]:
+        why += f"; {known.what}: {known.why}"
+        fix = known.fix
+    yield Finding(
+        name="torch-import-fails" if trial.last_begun in ("", "import") else "torch-crashes",
+        status=Status.FAILURE,
+        what=f"torch fails while {doing}: {last_line}",
+        why=why,
+        fix=fix,
+        evidence=trial.complaint,
+    )
 
 
 def _group(trial: Trial) -> Iterator[Finding]:
@@ -235,7 +228,7 @@ def _device(record: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             name="device-computes-wrongly",
             status=Status.FAILURE,
-            what=f"{name} computes wrong values: {record['wrong']} of {record['products']} products",
+            what=f"{name} computes wrong values: {record['wrong']:,} of {record['compared']:,} values",
             why="the test multiplies integers, so only one result is correct; training on this device "
             "gives wrong results without an error",
             fix=f"exclude {name} from runs and replace it; if it is overclocked, use standard "
@@ -245,23 +238,24 @@ def _device(record: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _slow(records: Sequence[Mapping[str, Any]], busy: Collection[int]) -> Iterator[Finding]:
     """Compare GPUs of one model with each other, as normal speed differs between models."""
-    timed = [one for one in records if one.get("gflops") and one.get("index") not in (None, *busy)]
-    for model in dict.fromkeys(one["model"] for one in timed):
-        alike = sorted(
-            (one for one in timed if one["model"] == model), key=lambda one: one["gflops"]
-        )
-        middle = alike[len(alike) // 2]["gflops"]
-        for one in alike:
-            if one["gflops"] < _SLOW * middle:
-                yield Finding(
-                    name="device-slow",
-                    status=Status.WARNING,
-                    what=f"{one['name']} reaches {one['gflops'] / middle:.0%} of the speed of "
-                    "other GPUs of its model on this host",
-                    why="in a distributed run every other GPU waits for it",
-                    fix=f"nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE -i {one['index']}",
-                    evidence=f"{one['gflops']:.0f} GFLOP/s, the others {middle:.0f}",
-                )
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if record.get("gflops") and record.get("index") not in (None, *busy):
+            by_model.setdefault(record["model"], []).append(record)
+    for alike in by_model.values():
+        median = statistics.median_high(record["gflops"] for record in alike)
+        for record in alike:
+            if record["gflops"] >= _SLOW * median:
+                continue
+            yield Finding(
+                name="device-slow",
+                status=Status.WARNING,
+                what=f"{record['name']} reaches {record['gflops'] / median:.0%} of the speed of "
+                "other GPUs of its model on this host",
+                why="in a distributed run every other GPU waits for it",
+                fix=f"nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE -i {record['index']}",
+                evidence=f"{record['gflops']:.0f} GFLOP/s, the others {median:.0f}",
+            )
 
 
 CHECKS = (

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import Distribution
 from pathlib import Path
 
 from torchmuster.devices.model import Device, DeviceKind, Node, label_all
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.machine import installed
-from torchmuster.diagnose.machine.installed import Package, release
+from torchmuster.diagnose.machine.installed import release
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_bytes
@@ -45,6 +46,10 @@ _STATUS = {
     DeviceKind.XPU: Status.NOTE,
 }
 _INSTALLERS = {"pip", "uv"}
+# One pattern over the whole file: torch's RECORD has more than 10,000 lines.
+_RECORDED_LIBRARY = re.compile(
+    r"^([^,\n]+\.(?:so|dll|pyd|dylib)(?:\.\d+)*),sha256=[^,\n]*,(\d+)$", re.MULTILINE
+)
 
 
 def least_driver(cuda: str, system: str) -> str | None:
@@ -194,22 +199,19 @@ def _damage(folder: Path, surroundings: Surroundings) -> Iterator[str]:
             f"it was built for another Python or platform ({engines[0]}) than this "
             f"Python {sys.version_info.major}.{sys.version_info.minor}"
         )
-    package = installed.first_installed("torch", installed.packages(surroundings))
-    if package is not None and package.folder == folder.parent:
+    package = installed.installed_packages(surroundings).get("torch")
+    if package is not None and Path(str(package.locate_file("torch"))) == folder:
         yield from _missing_files(package)
 
 
-def _missing_files(package: Package) -> Iterator[str]:
+def _missing_files(package: Distribution) -> Iterator[str]:
     """Yield the libraries that are missing or too short, as after an interrupted installation."""
-    try:
-        installer = (package.metadata / "INSTALLER").read_text(encoding="utf-8").strip()
-    except OSError:
-        return
-    if installer not in _INSTALLERS:
+    if (package.read_text("INSTALLER") or "").strip() not in _INSTALLERS:
         return  # other installers change files after recording them
-    for name, size in package.libraries():
+    for match in _RECORDED_LIBRARY.finditer(package.read_text("RECORD") or ""):
+        name, size = match[1], int(match[2])
         try:
-            seen = (package.folder / name).stat().st_size
+            seen = Path(str(package.locate_file(name))).stat().st_size
         except OSError:
             yield f"{name} is missing"
             continue
@@ -256,7 +258,7 @@ def _judge(
         )
     elif kind is DeviceKind.CUDA and build.cuda:
         yield from _driver(build.cuda, node, surroundings)
-        label = installed.local_label(build.version)
+        label = build.version.partition("+")[2]
         arm_wheel = platform.machine() == "aarch64" and (not label or label.startswith("cu"))
         yield from _too_old_or_new(build.cuda, devices, arm_wheel=arm_wheel)
 
@@ -264,7 +266,7 @@ def _judge(
 def _other_build(wanted: str, kind: DeviceKind, build: Build, surroundings: Surroundings) -> str:
     """Return how to install a build for these GPUs: plain pip only has the NVIDIA one on Linux."""
     if kind is DeviceKind.CUDA and surroundings.system == "linux":
-        unwanted = installed.local_label(build.version) or "cpu"
+        unwanted = build.version.partition("+")[2] or "cpu"
         return f"{surroundings.python} -m pip install torch  # {wanted}, not +{unwanted}"
     return (
         f"then install {wanted} with the command that pytorch.org shows under “Get Started”; "
@@ -289,7 +291,7 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
             fix=f"install the NVIDIA driver {least} or newer and reboot\n"
             f"or install a torch build for CUDA {older} or older",
         )
-    elif node.cuda_version and installed.release(node.cuda_version) < installed.release(cuda)[:2]:
+    elif node.cuda_version and release(node.cuda_version) < release(cuda)[:2]:
         yield Finding(
             name="driver-older-than-torch",
             status=Status.NOTE,

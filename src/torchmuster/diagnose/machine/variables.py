@@ -1,7 +1,6 @@
 """Environment variables that make runs fail, hang or slow down."""
 
-import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torchmuster.devices.model import DeviceKind, LinkKind, Node
@@ -15,25 +14,6 @@ from torchmuster.launch.network import interfaces
 from torchmuster.redaction import redact_text
 
 Applies = Callable[[str, Node, Surroundings], bool]
-# The keys of PYTORCH_CUDA_ALLOC_CONF that torch 2.13 reads, from the strings in its libraries.
-_ALLOCATOR_KEYS = {
-    *("backend", "max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold"),
-    *("roundup_power2_divisions", "roundup_bypass_threshold_mb", "expandable_segments"),
-    *(
-        "pinned_use_cuda_host_register",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-    ),
-    *(
-        "pinned_use_background_threads",
-        "pinned_max_round_threshold_mb",
-        "pinned_max_cached_size_mb",
-    ),
-    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "large_segment_size_mb"),
-    *("graph_capture_record_stream_reuse", "per_process_memory_fraction"),
-    *("throw_on_cudamalloc_oom", "pinned_use_hip_host_register"),
-}
-_CORES_WORTH_USING = 4
 _RUNS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -109,17 +89,7 @@ HARMS = (
         why="each collective blocks the CPU until it completes, so nothing overlaps with it",
     ),
     Harm(
-        variable="NCCL_BLOCKING_WAIT",
-        applies=_on,
-        why="each collective blocks the CPU until it completes, so nothing overlaps with it",
-    ),
-    Harm(
         variable="TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        applies=_off,
-        why="a rank whose peer has died waits forever instead of exiting",
-    ),
-    Harm(
-        variable="NCCL_ASYNC_ERROR_HANDLING",
         applies=_off,
         why="a rank whose peer has died waits forever instead of exiting",
     ),
@@ -185,39 +155,9 @@ def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
         if one.variable in environment
         and one.applies(environment[one.variable], node, surroundings)
     ]
-    found += _allocator(environment)
     yield from found
     if all(one.status is Status.NOTE for one in found):
         yield Finding(name="variables", status=Status.OK, what="no harmful variable set")
-
-
-def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield unknown options of torch's allocator; a newer torch may have more."""
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        items = environment.get(variable, "").split(",")
-        keys = [item.partition(":")[0].strip() for item in items if ":" in item]
-        for key in keys:
-            # roundup_power2_divisions:[256:1,512:2] has numbers where keys would be
-            if key in _ALLOCATOR_KEYS or not key.isidentifier():
-                continue
-            meant = next(iter(difflib.get_close_matches(key, _ALLOCATOR_KEYS, 1, 0.8)), None)
-            yield Finding(
-                name="unknown-allocator-option",
-                status=Status.WARNING if meant else Status.NOTE,
-                what=f"{variable} sets {key}, which is not a known option of torch's allocator",
-                why="torch fails with “Unrecognized key” when it first uses a GPU",
-                fix=f"write {meant} instead of {key}" if meant else f"unset {variable}",
-                evidence=f"{variable}={redact_text(environment[variable])}",
-            )
-
-
-HARMFUL_CHECKS = (
-    Check(
-        name="harmful-variables",
-        asks="Does an environment variable slow runs down, or make them hang instead of fail?",
-        run=_harmful,
-    ),
-)
 
 
 # ---- which GPUs, which interfaces
@@ -300,16 +240,6 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
                     fix=fix,
                 )
             )
-        elif threads == 1 and cores >= _CORES_WORTH_USING:
-            found.append(
-                Finding(
-                    name="one-thread",
-                    status=Status.NOTE,
-                    what=f"{variable}=1 limits each rank to one of {cores} cores",
-                    why="CPU work of the ranks, such as preparing data, is slower than necessary",
-                    fix=fix,
-                )
-            )
     yield from found
     if all(one.status is Status.NOTE for one in found):
         value = surroundings.environment.get("OMP_NUM_THREADS", "")
@@ -340,7 +270,11 @@ def _left_over(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 CHECKS = (
-    *HARMFUL_CHECKS,
+    Check(
+        name="harmful-variables",
+        asks="Does an environment variable slow runs down, or make them hang instead of fail?",
+        run=_harmful,
+    ),
     Check(
         name="visible-devices",
         asks="Do CUDA_VISIBLE_DEVICES and similar variables name existing GPUs, each once?",

@@ -14,7 +14,7 @@ from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import STAGES, variables_for, visible
-from torchmuster.errors import MusterError
+from torchmuster.errors import DevicesBusy, MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.units import plural
@@ -54,8 +54,8 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
             command=command,
             run=prepare.run or "",
         )
-    except MusterError as error:
-        error.fix = _for_a_run(error.fix, prepare)
+    except DevicesBusy as error:
+        error.fix = _command_that_waits(prepare)
         raise
     return _gpus(prepare, held.decision, held)
 
@@ -68,8 +68,8 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
     claimed = Claims.here(os.environ).read(device.uuid for device in node.accelerators).blocking
     try:
         decision = choose_devices(node, _request(prepare), environment=os.environ, claims=claimed)
-    except MusterError as error:
-        error.fix = _for_a_run(error.fix, prepare)
+    except DevicesBusy as error:
+        error.fix = _command_that_waits(prepare)
         raise
     return _gpus(prepare, decision, None)
 
@@ -96,12 +96,14 @@ def _gpus(
     )
 
 
-def _for_a_run(fix: str, prepare: protocol.Prepare) -> str:
-    """Rewrite a fix for the command that the user typed."""
-    muster = shlex.join(["muster", *prepare.typed])
-    fix = fix.replace("muster gpus pick", muster).replace("--num ", "--num-gpus ")
-    cpu = f"{muster} --device cpu --ranks {prepare.ranks or 1} …"
-    return fix.replace("start the program without picking GPUs", cpu)
+def _command_that_waits(prepare: protocol.Prepare) -> str:
+    """Return the command that the user typed, with ``--wait``."""
+    command = ["muster", *prepare.typed]
+    if prepare.gpu_ids:
+        command += ["--gpu-ids", ",".join(map(str, prepare.gpu_ids))]
+    elif prepare.ranks:
+        command += ["--num-gpus", str(prepare.ranks)]
+    return f"{shlex.join([*command, '--wait'])} …"
 
 
 def _cpu(prepare: protocol.Prepare) -> DeviceLease | None:

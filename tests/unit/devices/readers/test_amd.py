@@ -103,9 +103,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def read(root: Path) -> list[Device]:
-    devices, findings = amd.read_amd(
-        root / "sys", root / "dev", root / "proc", [root / "amdgpu.ids"]
-    )
+    devices, findings = amd.read_amd(root / "sys", root / "dev", [root / "amdgpu.ids"])
     assert findings == []
     return devices
 
@@ -300,32 +298,6 @@ def test_a_share_beyond_100_is_no_share(root: Path) -> None:
     assert read(root)[0].utilization_percent is None
 
 
-def add_window(root: Path, pid: int, vram_kib: int) -> None:
-    """A compositor, as /proc shows it: it draws, and never computes."""
-    process = root / f"proc/{pid}"
-    lines = (
-        "pos:\t0\ndrm-driver:\tamdgpu\ndrm-client-id:\t18\ndrm-pdev:\t0000:03:00.0\n"
-        f"drm-memory-vram:\t{vram_kib} KiB\ndrm-engine-gfx:\t9203949412 ns"
-    )
-    write(process, {"fdinfo/12": lines})
-    (process / "fd").mkdir()
-    (process / "fd/12").symlink_to("/dev/dri/renderD128")
-
-
-def test_memory_of_a_desktop_is_explained_and_is_not_computing(root: Path) -> None:
-    add_desktop(root, used=3 * GiB)
-    add_window(root, 1500, vram_kib=2 * 1024**2)
-    (window,) = read(root)[0].processes
-    assert (window.pid, window.compute, window.memory_bytes) == (1500, False, 2 * GiB)
-
-
-def test_a_program_that_computes_and_draws_is_listed_once(root: Path) -> None:
-    add_desktop(root, used=6 * GiB)
-    add_window(root, 1500, vram_kib=2 * 1024**2)
-    add_holder(root, 1500, {56524: 4 * GiB})
-    assert [(one.pid, one.compute) for one in read(root)[0].processes] == [(1500, True)]
-
-
 def test_an_apu_offers_the_system_memory_that_rocm_takes(root: Path) -> None:
     """A Strix Halo with a 512 MiB carve-out: KFD states what can be allocated."""
     files = {
@@ -355,7 +327,7 @@ def test_a_gpu_of_another_container_is_not_counted(root: Path) -> None:
 
 def test_graphics_that_rocm_cannot_use_are_noted(root: Path) -> None:
     add_card(root, "0000:01:00.0", {})
-    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", root / "proc", [])
+    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", [])
     assert devices == []
     assert finding.status is Status.NOTE
     assert "0000:01:00.0" in finding.what
@@ -364,7 +336,7 @@ def test_graphics_that_rocm_cannot_use_are_noted(root: Path) -> None:
 def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> None:
     add_mi250x(root)
     (root / "dev/kfd").unlink()
-    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", root / "proc", [])
+    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", [])
     assert all("kfd cannot be opened" in (device.trouble or "") for device in devices)
     assert finding.status is Status.WARNING
     assert "GPU 0, GPU 1" in finding.what
@@ -372,7 +344,7 @@ def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> No
 
 
 def test_a_machine_without_amd_costs_nothing(tmp_path: Path) -> None:
-    assert amd.read_amd(tmp_path, tmp_path, tmp_path, []) == ([], [])
+    assert amd.read_amd(tmp_path, tmp_path, []) == ([], [])
     once = min(timeit.repeat(lambda: amd.read_amd(tmp_path), number=1, repeat=50))
     assert once < 1e-3
 
@@ -402,6 +374,6 @@ def test_a_garbled_file_costs_a_field_at_most(file: str, content: bytes) -> None
         add_mi250x(root)
         add_holder(root, 4242, {51197: GiB})
         (root / "sys" / file).write_bytes(content)
-        devices, _ = amd.read_amd(root / "sys", root / "dev", root / "proc", [])
+        devices, _ = amd.read_amd(root / "sys", root / "dev", [])
         uuids = [device.uuid for device in devices]
         assert uuids == ["GPU-cf1182f2988c0a4c", "GPU-0011a5f1d2cb7b2d"]

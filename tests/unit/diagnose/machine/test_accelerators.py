@@ -134,12 +134,6 @@ def test_a_gpu_that_lets_nobody_compute(machine: Machine) -> None:
     assert found.fix == "sudo nvidia-smi -i 3 -c DEFAULT"
 
 
-def test_a_gpu_for_one_process_at_a_time(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    (found,) = told(idle_a100s(compute_mode=3), machine)
-    assert (found.name, found.status) == ("gpu-exclusive", Status.NOTE)
-    assert found == snapshot
-
-
 def test_nvlinks_that_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
     links = [{"to": "switch", "lanes": 10}, {"to": "switch", "lanes": 2, "active": False}]
     (found,) = told(idle_a100s(nvlinks=links), machine)
@@ -192,26 +186,6 @@ def test_a_slow_pcie_link_counts_only_under_load(busy: int, count: int, machine:
 def test_an_idle_card_saves_power_by_a_narrow_link(machine: Machine) -> None:
     pcie = {"generation": 1, "max_generation": 4, "width": 1, "max_width": 16}
     assert told(idle_a100s(pcie=pcie, performance_state=8), machine) == []
-
-
-def test_persistence_mode(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    (found,) = told(idle_a100s(persistence_mode=False), machine)
-    assert (found.name, found.status) == ("persistence-off", Status.NOTE)
-    assert "GPU 3" in found.what
-    assert found == snapshot
-    assert found.fix == "sudo nvidia-smi -pm 1"
-
-
-def test_slices_are_worth_a_note(machine: Machine) -> None:
-    names = [one.name for one in told(scenarios.mig(), machine)]
-    assert names == ["mig", "gpu-in-use"]
-
-
-def test_who_else_computes_is_told_once(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    (found,) = told(scenarios.eight_a100(), machine)
-    assert (found.name, found.status) == ("gpu-in-use", Status.NOTE)
-    assert "GPUs 0-5" in found.what
-    assert found == snapshot
 
 
 def test_one_look_serves_all_checks() -> None:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_machine import CGROUP, IN_A_CGROUP, all_well, found, made_up_machine, only
@@ -82,39 +81,3 @@ def test_nearly_full(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     assert "300 MiB" in finding.what
     assert finding == snapshot
     assert "--sort=-rss" in finding.fix
-
-
-@pytest.mark.parametrize(("share", "names"), [("0.31", {"memory"}), ("35.20", {"memory-pressure"})])
-def test_programs_that_wait_for_memory(
-    tmp_path: Path, share: str, names: set[str], snapshot: SnapshotAssertion
-) -> None:
-    pressure = (
-        f"some avg10=60.0 avg60=50.0 avg300=9.0 total=9\nfull avg10=40.0 avg60={share} total=9\n"
-    )
-    files = meminfo(64 * GiB, 30 * GiB) | {"proc/pressure/memory": pressure}
-    findings = found(CHECK, made_up_machine(tmp_path, files))
-    assert set(findings) == names
-    if "memory-pressure" in names:
-        assert "35 %" in findings["memory-pressure"].what
-        assert findings["memory-pressure"] == snapshot
-
-
-def test_kills_are_worth_a_note(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    files = IN_A_CGROUP | {f"{CGROUP}/memory.events": "oom 3\noom_kill 2\n"}
-    finding = only(CHECK, made_up_machine(tmp_path, meminfo(64 * GiB, 60 * GiB) | files))
-    assert (finding.name, finding.status) == ("memory-kills", Status.NOTE)
-    assert "2 times" in finding.what
-    assert finding == snapshot
-
-
-@pytest.mark.parametrize(("left", "status"), [(1, Status.WARNING), (40, Status.NOTE)])
-def test_a_kernel_that_promises_nothing(
-    tmp_path: Path, left: int, status: Status, snapshot: SnapshotAssertion
-) -> None:
-    files = meminfo(64 * GiB, 60 * GiB, CommitLimit=50 * GiB, Committed_AS=(50 - left) * GiB)
-    machine = made_up_machine(tmp_path, files | {"proc/sys/vm/overcommit_memory": "2\n"})
-    finding = only(CHECK, machine)
-    assert (finding.name, finding.status) == ("overcommit-strict", status)
-    assert f"{left}.0 GiB" in finding.why
-    assert finding == snapshot
-    assert finding.fix == "sudo sysctl vm.overcommit_memory=0"

@@ -130,20 +130,6 @@ def test_a_name_that_leads_elsewhere(
     assert "10.0.0.5" in finding.evidence
 
 
-def test_a_name_with_ipv6_only(machine: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
-    know(monkeypatch, node1=["fd00::5"])
-    finding = only(OWN, machine)
-    assert (finding.name, finding.status) == ("name-ipv6-only", Status.NOTE)
-
-
-def test_a_machine_called_localhost(machine: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
-    know(monkeypatch)
-    made_up_machine(machine.root, {"proc/sys/kernel/hostname": "localhost.localdomain\n"})
-    finding = only(OWN, machine)
-    assert (finding.name, finding.status) == ("name-is-localhost", Status.NOTE)
-    assert "/etc/hosts" not in finding.fix
-
-
 @pytest.mark.parametrize(
     ("addresses", "status"),
     [([], Status.FAILURE), (["10.0.0.7"], Status.FAILURE), (["::1"], Status.NOTE)],

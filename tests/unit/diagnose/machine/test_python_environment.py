@@ -1,6 +1,5 @@
 """Which Python this is, and whether it imports the packages that were installed."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +11,13 @@ from torchmuster.diagnose.check import Surroundings
 from torchmuster.diagnose.machine import python_environment
 from torchmuster.finding import Finding, Status
 
-PYTHON, IMPORTS = python_environment.CHECKS
+(IMPORTS,) = python_environment.CHECKS
 
 
 def only(findings: Any) -> Finding:
     (found,) = findings
     assert isinstance(found, Finding)
     return found
-
-
-def an_executable(path: Path) -> Path:
-    path.parent.mkdir(parents=True)
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
-    return path
-
-
-# ---- Python
-
-
-def test_this_python_is_named() -> None:
-    found = only(PYTHON.run(surroundings()))
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    assert found.status is Status.OK
-    assert found.what.startswith(f"Python {version}")
-
-
-def test_python_home_is_a_warning() -> None:
-    found = only(PYTHON.run(surroundings(environment={"PYTHONHOME": "/opt/old"})))
-    assert (found.name, found.status) == ("python-home", Status.WARNING)
-    assert found.fix == "unset PYTHONHOME"
-
-
-def test_a_32_bit_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_environment, "_POINTER_BITS", 32)
-    found = only(PYTHON.run(surroundings()))
-    assert (found.name, found.status) == ("python-32-bit", Status.FAILURE)
-
-
-def test_another_python_on_the_path_is_a_note(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    usual = an_executable(tmp_path / "bin" / "python")
-    environment = {"PATH": str(usual.parent)}
-    noted, well = PYTHON.run(surroundings(environment=environment))
-    assert (noted.name, noted.status) == ("other-python-on-path", Status.NOTE)
-    assert str(usual) in noted.what
-    assert noted == snapshot
-    assert well.status is Status.OK
-
-
-def test_the_python_beside_musters_is_the_same(tmp_path: Path) -> None:
-    usual = an_executable(tmp_path / "bin" / "python")
-    here = surroundings(
-        environment={"PATH": str(usual.parent)}, python=str(usual.with_name("python3"))
-    )
-    assert only(PYTHON.run(here)).status is Status.OK
 
 
 # ---- imports

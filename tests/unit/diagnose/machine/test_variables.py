@@ -7,12 +7,12 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import gpu, link, node
-from site_packages import SitePackages, surroundings
+from site_packages import surroundings
 from torchmuster.devices.model import LinkKind, Node
-from torchmuster.diagnose.machine import library_path, variables
+from torchmuster.diagnose.machine import variables
 from torchmuster.finding import Finding, Status
 
-BY_NAME = {check.name: check for check in (*variables.CHECKS, *library_path.CHECKS)}
+BY_NAME = {check.name: check for check in variables.CHECKS}
 
 
 def linked() -> Node:
@@ -80,7 +80,7 @@ def without_infiniband(root: Path, **ports: tuple[str, str]) -> list[Finding]:
         (port / "state").write_text(f"{state}\n")
         (port / "link_layer").write_text(f"{link_layer}\n")
     here = surroundings(root=root, environment={"NCCL_IB_DISABLE": "1"})
-    return list(variables.HARMFUL_CHECKS[0].run(here))
+    return list(BY_NAME["harmful-variables"].run(here))
 
 
 def test_infiniband_that_is_there_and_not_used(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -102,28 +102,6 @@ def test_a_card_that_may_carry_no_infiniband_is_a_note(
 
 def test_where_there_is_no_infiniband_it_may_be_off(tmp_path: Path) -> None:
     assert only(without_infiniband(tmp_path)).status is Status.OK
-
-
-def test_an_option_of_the_allocator_that_is_misspelt(snapshot: SnapshotAssertion) -> None:
-    setting = "expandable_segment:True,max_split_size_mb:128"
-    found = only(ask("harmful-variables", linked(), PYTORCH_CUDA_ALLOC_CONF=setting))
-    assert (found.name, found.status) == ("unknown-allocator-option", Status.WARNING)
-    assert "expandable_segments " in found.fix
-    assert found == snapshot
-
-
-def test_an_option_that_a_newer_torch_may_have_is_a_note() -> None:
-    found = ask("harmful-variables", linked(), PYTORCH_ALLOC_CONF="quite_new:1")
-    assert found[0].status is Status.NOTE
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["expandable_segments:True", "roundup_power2_divisions:[256:1,512:2,>:4],backend:native", ""],
-)
-def test_options_that_the_allocator_has(setting: str) -> None:
-    found = only(ask("harmful-variables", linked(), PYTORCH_CUDA_ALLOC_CONF=setting))
-    assert found.status is Status.OK
 
 
 # ---- GPUs
@@ -202,10 +180,6 @@ def test_what_is_no_number_of_threads(value: str, snapshot: SnapshotAssertion) -
     assert found == snapshot
 
 
-def test_one_thread_is_what_torchrun_sets() -> None:
-    assert ask("threads", OMP_NUM_THREADS="1")[-1].status is Status.OK
-
-
 # ---- left over
 
 
@@ -222,63 +196,3 @@ def test_variables_that_another_run_left(snapshot: SnapshotAssertion) -> None:
 def test_inside_a_run_they_are_right(mark: str) -> None:
     found = only(ask("left-over-variables", None, RANK="0", WORLD_SIZE="2", **{mark: "1"}))
     assert (found.name, found.status) == ("left-over-variables", Status.OK)
-
-
-# ---- the loader
-
-
-def loader(site: SitePackages, folder: Path, **environment: str) -> list[Finding]:
-    environment = {"LD_LIBRARY_PATH": f"/nowhere:{folder}", **environment}
-    return list(BY_NAME["library-path"].run(surroundings(site, environment=environment)))
-
-
-@pytest.mark.parametrize(
-    ("cuda", "library", "status"),
-    [
-        ("12.6", "libnccl.so.2", Status.NOTE),
-        ("12.6", "libcudnn.so.9", Status.NOTE),
-        ("12.6", "libtorch_cpu.so", Status.NOTE),
-        (None, "libnccl.so.2", Status.OK),
-        (None, "libtorch_cpu.so", Status.WARNING),
-        ("12.6", "libcudart.so.12", Status.NOTE),
-        (None, "libstdc++.so.6", Status.NOTE),
-        ("12.6", "libfoo.so", Status.OK),
-    ],
-)
-def test_libraries_that_come_before_torchs(
-    tmp_path: Path, cuda: str | None, library: str, status: Status, snapshot: SnapshotAssertion
-) -> None:
-    site, folder = SitePackages(tmp_path / "site"), tmp_path / "lib"
-    site.torch(cuda=cuda)
-    folder.mkdir()
-    (folder / library).touch()
-    found = only(loader(site, folder))
-    assert (found.name, found.status) == ("library-path", status)
-    if status is not Status.OK:
-        assert library in found.what
-        assert found.evidence == str(folder / library)
-        assert found.fix.startswith("unset LD_LIBRARY_PATH")
-        assert found == snapshot
-
-
-def test_torchs_own_folder_in_the_library_path_is_right(tmp_path: Path) -> None:
-    site = SitePackages(tmp_path)
-    folder = site.torch() / "lib"
-    assert only(loader(site, folder)).status is Status.OK
-
-
-def test_the_lib_that_torch_is_installed_below_is_right(tmp_path: Path) -> None:
-    site = SitePackages(tmp_path / "env/lib/python3.11/site-packages")
-    site.torch()
-    (tmp_path / "env/lib/libtorch_cpu.so").touch()
-    (tmp_path / "env/lib/libstdc++.so.6").touch()
-    assert only(loader(site, tmp_path / "env/lib")).status is Status.OK
-
-
-def test_a_preloaded_library_is_a_note_without_secrets(tmp_path: Path) -> None:
-    site = SitePackages(tmp_path)
-    site.torch()
-    value = "/opt/a.so --token=hf_0123456789abcdefghij"
-    found = only(loader(site, tmp_path / "none", LD_PRELOAD=value))
-    assert (found.name, found.status) == ("preloaded-library", Status.NOTE)
-    assert "hf_0123" not in found.what

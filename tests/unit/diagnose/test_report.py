@@ -10,15 +10,11 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose import report
-from torchmuster.diagnose.rank_record import Operation, Pair
-from torchmuster.diagnose.report.grid import (
-    grid_of_hosts,
-    grid_of_ranks,
-    speed_text,
-)
+from torchmuster.diagnose.rank_record import Operation
+from torchmuster.diagnose.report import speed_text
 from torchmuster.diagnose.result import GroupResult, failing_hosts
 from torchmuster.finding import Finding, Status
-from unit.diagnose.report.made_up import FINDING, WRONG, group, link, machine, rank
+from unit.diagnose.made_up import FINDING, WRONG, group, link, machine, rank
 
 
 def troubled() -> GroupResult:
@@ -49,34 +45,19 @@ def test_the_text_has_machines_links_and_findings(snapshot: SnapshotAssertion) -
     text = report.check_text(troubled())
     rows = [line.split() for line in text.splitlines()]
     assert ["node2", "1", "8", "x", "NVIDIA", "A100", "2"] in [row[:7] for row in rows]
-    assert "9.6 Gbit/s" in text  # from node1 to node2
+    assert "links: 3 of 4 directions connect" in text
     assert f"failure  {FINDING.what}" in text
     assert text == snapshot
 
 
-def test_ranks_of_one_machine_are_shown_two_by_two(snapshot: SnapshotAssertion) -> None:
-    alone = group(1, links=(), ranks=(rank(0, host="here"), rank(1, host="here")))
-    text = report.check_text(alone)
-    assert text.splitlines()[-2:] == [
-        "0 here           -  8.0 Gbit/s",
-        "1 here  8.0 Gbit/s           -",
-    ]
-    assert text == snapshot
-
-
-def test_of_many_machines_the_worst_links_are_listed(snapshot: SnapshotAssertion) -> None:
+def test_of_many_hosts_the_links_are_counted() -> None:
     many = group(300, pairs_each=4)
     blocked = link(many.machines[5], many.machines[200], problem="refused")
-    many = dataclasses.replace(
-        many,
-        links=(*many.links, blocked, link(many.machines[9], many.machines[100], 1e6)),
-    )
+    many = dataclasses.replace(many, links=(*many.links, blocked))
     lines = report.check_text(many).splitlines()
-    start = next(place for place, line in enumerate(lines) if "1202" in line)
-    assert lines[start + 1].split() == ["node6", "to", "node201", "refused"]
-    assert lines[start + 2].split() == ["node10", "to", "node101", "8.0", "Mbit/s"]
+    assert "links: 1200 of 1201 directions connect; 1200 measured: 7." in "\n".join(lines)
+    assert "… and 236 more; all are in check.json" in lines
     assert len(lines) < 100
-    assert [*lines[start : start + 3], lines[start + 21]] == snapshot
 
 
 @pytest.mark.parametrize(
@@ -85,33 +66,6 @@ def test_of_many_machines_the_worst_links_are_listed(snapshot: SnapshotAssertion
 )
 def test_speeds_are_told_as_networks_are_sold(bytes_per_s: float, told: str) -> None:
     assert speed_text(bytes_per_s) == told
-
-
-# ---- the grid of links
-
-
-def test_where_neighbours_are_put_together_the_worst_shows() -> None:
-    many = group(300, pairs_each=9)
-    first = dataclasses.replace(many.links[0], problem="timeout", figures=None)
-    grid = grid_of_hosts(dataclasses.replace(many, links=(first, *many.links[1:])))
-    assert grid is not None
-    assert (grid.together, grid.names[0]) == (10, "node1 … node10")
-    shown = grid.cells[0][0]
-    assert shown is not None
-    assert (shown.source, shown.target, shown.problem) == ("node1", "node2", "timeout")
-
-
-def test_ranks_that_got_wrong_values_have_a_cross() -> None:
-    spoiled = Pair(peer=1, values=WRONG)
-    grid = grid_of_ranks(group(1, links=(), ranks=(rank(0, pairs=(spoiled,)), rank(1))))
-    assert grid is not None
-    cell = grid.cells[1][0]
-    assert cell is not None
-    assert (cell.source, cell.target, cell.problem) == ("rank 1", "rank 0", "wrong")
-
-
-def test_ranks_of_separate_groups_are_not_put_into_one_picture() -> None:
-    assert grid_of_ranks(group(2, links=(), ranks=(rank(0), rank(1), rank(0), rank(1)))) is None
 
 
 # ---- the page and the data
@@ -201,9 +155,7 @@ def test_failing_hosts_are_listed_with_the_fewest_for_links() -> None:
     assert failing_hosts(dataclasses.replace(alone, findings=findings)) == ["node4", "node2"]
 
 
-def test_a_note_keeps_to_its_headline_on_the_terminal_and_comes_after_the_picture_on_the_page() -> (
-    None
-):
+def test_a_note_keeps_to_its_headline_on_the_terminal() -> None:
     note = Finding(name="load-high", status=Status.NOTE, what="busy", why="others", fix="ps -e")
     warning = Finding(name="memory", status=Status.WARNING, what="small", why="a quota", fix="more")
     result = group(3, findings=(note, warning))
@@ -213,5 +165,4 @@ def test_a_note_keeps_to_its_headline_on_the_terminal_and_comes_after_the_pictur
     assert "fix  more" in told
     written = report.check_page(result)
     assert "ps -e" in written
-    places = [written.index(part) for part in ("small", "links between hosts", "busy")]
-    assert places == sorted(places)
+    assert written.index("small") < written.index("busy")

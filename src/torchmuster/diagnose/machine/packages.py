@@ -1,0 +1,181 @@
+"""Packages that must fit to torch: compiled extensions, CUDA libraries, NCCL and NumPy."""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import Distribution
+
+from packaging.requirements import Requirement
+
+from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.machine.installed import build_of_label, installed_packages, release
+from torchmuster.diagnose.machine.torch_build import read_build
+from torchmuster.finding import Finding, Status
+
+# Packages with code that is compiled against one release of torch.
+_COMPANIONS = ("torchvision", "torchaudio", "torchtext", "xformers")
+# The first release compiled for NumPy 2: github.com/numpy/numpy/issues/26191 and the release notes
+# of each. Not all older releases declare that they need NumPy 1.
+_FIRST_FOR_NUMPY_2 = {
+    "torch": (2, 3),
+    "pandas": (2, 2, 2),
+    "scipy": (1, 13),
+    "scikit-learn": (1, 4, 2),
+    "matplotlib": (3, 8, 4),
+    "pyarrow": (16,),
+}
+_Packages = Mapping[str, Distribution]
+
+
+def check_packages(surroundings: Surroundings) -> Iterator[Finding]:
+    """Compare the versions of the installed packages."""
+    packages = installed_packages(surroundings)
+    pip = f"{surroundings.python} -m pip"
+    findings = [
+        *_companions(packages, pip),
+        *_cuda_libraries(packages, pip),
+        *_numpy(packages, pip),
+    ]
+    build = read_build(surroundings)
+    if build is not None and build.cuda:
+        findings += _nccl(packages, build.cuda, pip)
+    shown = [name for name in ("numpy", *_COMPANIONS) if name in packages]
+    seen = ", ".join(f"{name} {packages[name].version}" for name in shown) or "none installed"
+    yield from findings or [Finding(name="packages", status=Status.OK, what=seen)]
+
+
+def _pins(package: Distribution) -> dict[str, str]:
+    """Return the exact versions that a package requires on this platform."""
+    pins = {}
+    for text in package.requires or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        for specifier in requirement.specifier:
+            if specifier.operator == "==" and "*" not in specifier.version:
+                pins[requirement.name] = specifier.version
+    return pins
+
+
+def _companions(packages: _Packages, pip: str) -> Iterator[Finding]:
+    torch = packages.get("torch")
+    if torch is None:
+        return
+    built_for = build_of_label(torch.version)
+    for name in _COMPANIONS:
+        package = packages.get(name)
+        if package is None:
+            continue
+        pinned = _pins(package).get("torch", torch.version)
+        hardware = build_of_label(package.version) or built_for
+        if release(pinned) != release(torch.version):
+            why = f"{name} {package.version} is compiled for torch {pinned}"
+        elif built_for and hardware != built_for:
+            why = f"{name} is built for {hardware}, torch for {built_for}"
+        else:
+            continue
+        version = torch.version.partition("+")[0]  # pip does not find local labels (+cu126)
+        yield Finding(
+            name="torch-companion-mismatch",
+            status=Status.WARNING,
+            what=f"{name} {package.version} does not match torch {torch.version}",
+            why=f"{why}; importing it fails, often with “operator {name}::… does not exist” or "
+            "“undefined symbol”",
+            fix=f"{pip} install --force-reinstall {name} torch=={version}  # from the index of this "
+            "torch",
+        )
+
+
+def _cuda_libraries(packages: _Packages, pip: str) -> Iterator[Finding]:
+    """Compare the CUDA libraries that this torch requires with the installed ones."""
+    torch = packages.get("torch")
+    pins = _pins(torch) if torch is not None else {}
+    for name, pin in pins.items():
+        package = packages.get(name)
+        fix = f"{pip} install {name}=={pin}"
+        if not name.startswith("nvidia-"):
+            continue
+        if package is None:
+            yield Finding(
+                name="cuda-libraries-missing",
+                status=Status.FAILURE,
+                what=f"a CUDA library of torch is not installed: {name}",
+                why="importing torch fails with “cannot open shared object file”",
+                fix=fix,
+            )
+        elif package.version != pin:
+            yield Finding(
+                name="cuda-library-version",
+                # A newer NCCL has the same interface, and is a common workaround.
+                status=Status.NOTE if name.startswith("nvidia-nccl") else Status.WARNING,
+                what=f"{name} is {package.version}, but torch was built with {pin}",
+                why="another version may lack functions that torch calls, or compute differently",
+                fix=fix,
+            )
+
+
+def _nccl(packages: _Packages, cuda: str, pip: str) -> Iterator[Finding]:
+    """Yield a finding if NCCL is installed for several versions of CUDA."""
+    wheels = [name for name in packages if name.startswith("nvidia-nccl")]
+    if len(wheels) > 1:
+        own = f"nvidia-nccl-cu{cuda.partition('.')[0]}"
+        others = " ".join(name for name in wheels if name != own)
+        yield Finding(
+            name="two-nccl",
+            status=Status.WARNING,
+            what=f"NCCL is installed more than once: {', '.join(wheels)}",
+            why="their libraries overwrite or shadow each other, so torch may load one that it was "
+            "not built with",
+            fix=f"{pip} uninstall -y {others}\n{pip} install --force-reinstall --no-deps {own}",
+        )
+
+
+def _numpy(packages: _Packages, pip: str) -> Iterator[Finding]:
+    numpy = packages.get("numpy")
+    if numpy is None or release(numpy.version) < (2,):
+        return
+    old = []
+    for name, first in _FIRST_FOR_NUMPY_2.items():
+        if name in packages and release(packages[name].version) < first:
+            old.append(name)
+    if old:
+        names = ", ".join(f"{name} {packages[name].version}" for name in old)
+        yield Finding(
+            name="numpy-abi",
+            status=Status.FAILURE if "torch" in old else Status.WARNING,
+            what=f"NumPy {numpy.version} is incompatible with {names}, compiled for NumPy 1",
+            why="“A module that was compiled using NumPy 1.x cannot be run in NumPy 2”",
+            fix=f'{pip} install "numpy<2"\n'
+            f"or upgrade the packages: {pip} install --upgrade {' '.join(old)}",
+        )
+
+
+def check_libuv(surroundings: Surroundings) -> Iterator[Finding]:
+    """Report a torch for Windows whose store cannot start with torchrun's defaults."""
+    build = read_build(surroundings)
+    if build is None or surroundings.environment.get("USE_LIBUV") == "0":
+        return
+    library = build.folder / "lib" / "uv.dll"
+    if not library.exists():
+        yield Finding(
+            name="torch-without-libuv",
+            status=Status.WARNING,
+            what=f"torch {build.version} is built without libuv",
+            why="torchrun fails with “use_libuv was requested but PyTorch was build without libuv "
+            "support”",
+            fix='$env:USE_LIBUV = "0"  # in PowerShell; in cmd.exe: set USE_LIBUV=0',
+            evidence=f"{library} does not exist",
+        )
+
+
+CHECKS = (
+    Check(
+        name="packages",
+        asks="Do the CUDA libraries, NumPy and packages with compiled code match this torch?",
+        run=check_packages,
+    ),
+    Check(
+        name="libuv",
+        asks="Can torch's store start on Windows?",
+        run=check_libuv,
+        systems=("win32",),
+    ),
+)
