@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torchmuster.devices import snapshot
 from torchmuster.devices.identify import rocm_uuid
 from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
-from torchmuster.diagnose.probes.collectives import Quota, device_health
+from torchmuster.diagnose.probes.collectives import device_health
 from torchmuster.diagnose.probes.exact_values import (
     OPERATIONS,
     Seat,
@@ -204,7 +203,7 @@ def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
     assert late.share("here", 3, 5) == [0, 1, 2, 3]
 
 
-# ---- pairs and quotas
+# ---- pairs
 
 
 def test_only_pairs_far_below_their_kind_are_measured_again() -> None:
@@ -213,21 +212,6 @@ def test_only_pairs_far_below_their_kind_are_measured_again() -> None:
     assert pairs.slow_pairs(quick, hosts) == set()
     slow = [{"1": 9e9, "2": 1e9, "3": 1e9}, {"2": 0.1e9, "3": 1e9}, {}, {}]
     assert pairs.slow_pairs(slow, [*hosts, "c"]) == {(1, 2)}
-
-
-def test_a_quota_that_is_used_up_is_counted_in_periods(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
-    (tmp_path / "proc/self/mountinfo").write_text(
-        "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-    )
-    stat = tmp_path / "sys/fs/cgroup/cpu.stat"
-    stat.parent.mkdir(parents=True)
-    stat.write_text("usage_usec 5\nnr_periods 100\nnr_throttled 10\n")
-    quota = Quota(tmp_path / "proc", tmp_path / "sys")
-    assert quota.held_back() is None  # no period has passed
-    stat.write_text("usage_usec 9\nnr_periods 110\nnr_throttled 19\n")
-    assert quota.held_back() == pytest.approx(0.9)
 
 
 def test_the_health_of_an_amd_gpu_is_found_by_torchs_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,11 +197,7 @@ def test_the_other_network_is_taken_where_one_is_cut(make_lab: MakeLab) -> None:
     with injected(lab, SecondNetwork(), LinkCut(host="node2")):
         links = surveyed(lab)
     assert {link.target.address for link in links} == {"10.88.0.11", "10.88.0.12"}
-    assert bad(judge_links(links)) == []
-    (note,) = judge_links(links)
-    assert note.name == "address-passed-over"
-    assert machines(note) == ["node1"]
-    assert re.findall(r"10\.\S+ \(eth\d\)", note.what) == ["10.88.0.11 (eth1)", "10.77.0.11 (eth0)"]
+    assert judge_links(links) == []
 
 
 @pytest.mark.nightly

@@ -10,7 +10,6 @@ from torchmuster.diagnose.rank_record import RankRecord
 from torchmuster.finding import Finding, Status
 
 _SLOW_DEVICE = 0.6  # of the median of the others of its model
-_HELD_BACK = 0.5  # of the periods of a CPU quota
 _SLOW_PAIR = 0.15  # of the median of the others of its kind
 _SLOW_PAIR_BYTES_PER_S = 40e6  # slower than a busy processor alone can explain
 _LATE_S = 0.25
@@ -31,7 +30,6 @@ def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
     slow = list(_slow_devices(records))
     return [
         *slow,
-        *_held_back(records),
         *_hot(records),
         *_slow_pairs(records),
         *([] if slow else _late(records)),  # a slow device is late too: report it once
@@ -96,33 +94,6 @@ def _slow(subject: str, name: str, guilty: Sequence[RankRecord], share: float) -
 
 def _hosts_of(records: Iterable[RankRecord]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(record.host for record in records))
-
-
-def _held_back(records: Iterable[RankRecord]) -> Iterator[Finding]:
-    """Yield hosts throttled by a CPU quota, from the kernel's counters."""
-    worst: dict[str, RankRecord] = {}
-    for record in records:
-        share = _held_back_share(record)
-        if share > _HELD_BACK and share > _held_back_share(worst.get(record.host)):
-            worst[record.host] = record
-    for host, record in worst.items():
-        assert record.health is not None
-        yield Finding(
-            name="cpu-quota-used-up",
-            status=Status.WARNING,
-            what=f"{host} is throttled by its CPU quota",
-            why="the kernel pauses its processes whenever the quota is used up, and all other "
-            "ranks wait for them",
-            fix=f"give {host} more CPU: in Kubernetes resources.limits.cpu, in Docker --cpus, in "
-            "systemd CPUQuota=; or run fewer ranks there",
-            evidence=f"the quota was used up in {_held_back_share(record):.0%} of the periods while "
-            f"rank {record.rank} computed; {record.health.cores}",
-            hosts=(host,),
-        )
-
-
-def _held_back_share(record: RankRecord | None) -> float:
-    return (record and record.health and record.health.held_back) or 0.0
 
 
 def _hot(records: Iterable[RankRecord]) -> Iterator[Finding]:

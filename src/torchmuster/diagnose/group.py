@@ -9,9 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from torchmuster.diagnose import collectives, probing, wrong_values
-from torchmuster.diagnose.links.judge import judge_links
-from torchmuster.diagnose.links.model import End, Link
+from torchmuster.diagnose.links.judge import gloo_uses, judge_links
+from torchmuster.diagnose.links.model import Link
 from torchmuster.diagnose.links.survey import survey_links
 from torchmuster.diagnose.probing import HostProbe
 from torchmuster.diagnose.rank_record import RankRecord
@@ -26,12 +28,11 @@ from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.run import JobOutcome, Result
 from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.launcher.waiting import Stopped
-from torchmuster.launch.network.reach import NodeAddress, gloo_calls
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import name_several
 
-_EXAMINED_WITHIN_S = 40.0
+_CHECKED_WITHIN_S = 40.0
 # A host's own firewall check is a guess; links that work prove it wrong.
 _SHOWN_BY_LINKS = frozenset({"firewall-on"})
 # With these, ranks would only report the same problem again.
@@ -47,9 +48,8 @@ _CAUSES: dict[str, frozenset[str]] = {
 }
 # The same, if the cause is at least as severe and names the same hosts.
 _CAUSES_THERE: dict[str, frozenset[str]] = {
-    # The link was also measured without torch, and the quota is also read by the host's own check.
+    # The link was also measured without torch.
     "slow-pair": frozenset({"slow-link", "stalled-link", "high-latency"}),
-    "cpu-quota-used-up": frozenset({"cpu-quota"}),
 }
 
 
@@ -114,7 +114,7 @@ def able_together(
     groups: list[list[ConnectedHost]] = []
     for node in nodes:
         for group in groups:
-            if all(_fit(node, other, apart) for other in group):
+            if all(_fit(node, member, apart) for member in group):
                 group.append(node)
                 break
         else:
@@ -122,14 +122,15 @@ def able_together(
     return groups
 
 
-def _fit(one: ConnectedHost, other: ConnectedHost, apart: Collection[tuple[int, int]]) -> bool:
-    places = one.place, other.place
-    return places not in apart and places[::-1] not in apart and _kind(one) == _kind(other)
-
-
-def _kind(node: ConnectedHost) -> tuple[str, str]:
+def _fit(node: ConnectedHost, member: ConnectedHost, apart: Collection[tuple[int, int]]) -> bool:
     assert node.record is not None
-    return node.record.system, (node.record.torch or "").partition("+")[0]
+    assert member.record is not None
+    if (node.place, member.place) in apart or (member.place, node.place) in apart:
+        return False
+    versions = []
+    for torch in (node.record.torch, member.record.torch):
+        versions.append((torch or "").partition("+")[0])
+    return node.record.system == member.record.system and versions[0] == versions[1]
 
 
 def partitioned_hosts(links: Sequence[Link], *, both_ways: bool) -> set[tuple[int, int]]:
@@ -137,29 +138,19 @@ def partitioned_hosts(links: Sequence[Link], *, both_ways: bool) -> set[tuple[in
 
     ``both_ways`` is for NCCL; with gloo, only one of two hosts connects to the other.
     """
-    return {link.places for link in links if _useless(link, both_ways=both_ways)}
-
-
-def _useless(link: Link, *, both_ways: bool) -> bool:
-    if link.meeting_problem or (link.figures is not None and link.figures.stalled):
-        return True
-    return bool(link.problem) and (both_ways or _gloo_calls(link.source, link.target))
-
-
-def _gloo_calls(source: End, target: End) -> bool:
-    if source.address is None or target.address is None:
-        return True
-    caller, called = (
-        NodeAddress(name=one.name, system=one.system, address=one.address or "")
-        for one in (source, target)
-    )
-    return gloo_calls(caller, called)
+    apart = set()
+    for link in links:
+        stalls = link.figures is not None and link.figures.stalled
+        used = both_ways or gloo_uses(link)
+        if link.meeting_problem or stalls or (link.problem and used):
+            apart.add(link.places)
+    return apart
 
 
 def reached_hosts(links: Sequence[Link]) -> set[int]:
     """Return the places that every other host reached."""
-    tried = {link.target.place for link in links}
-    return tried - {link.target.place for link in links if link.problem or link.meeting_problem}
+    reached = {link.target.place for link in links}
+    return reached - {link.target.place for link in links if link.problem or link.meeting_problem}
 
 
 class GroupCheck:
@@ -181,13 +172,13 @@ class GroupCheck:
         self._console = console
         self._quick = quick
         self._many = len(transport.places) > 1
-        self._ears = probing.ProbeOutput()
-        self._session = Session(spec, transport, self._ears, run)
+        self._output = probing.ProbeOutput()
+        self._session = Session(spec, transport, self._output, run)
         self._attempts = 0
         self._findings: list[Finding] = []
         self._links: list[Link] = []
         self._apart: set[tuple[int, int]] = set()
-        self._of_machines: dict[int, list[Finding]] = {}
+        self._of_hosts: dict[int, list[Finding]] = {}
         self._ranks: list[RankRecord] = []
         self._not_tried: list[str] = []
         self.token = self._session.token
@@ -215,7 +206,7 @@ class GroupCheck:
                 self._findings.append(dataclasses.replace(finding, hosts=(host,)))
             on_phase("starting")
             here = [node for node in session.hosts.all if node.place not in absent]
-            ready = await session.waiting.unless_stopped(self._look_at(here))
+            ready = await session.waiting.unless_stopped(self._check_hosts(here))
             await self._try_ranks(ready)
             self.result = self._result(absent, time.monotonic() - began_s)
             good = exit_code(self.result.findings) == 0
@@ -235,7 +226,7 @@ class GroupCheck:
 
     # ---- each host, and the links between them
 
-    async def _look_at(self, nodes: Sequence[ConnectedHost]) -> list[ConnectedHost]:
+    async def _check_hosts(self, nodes: Sequence[ConnectedHost]) -> list[ConnectedHost]:
         """Check hosts and links; return the hosts that can run ranks."""
         examiners = [one for _, one in await self._each(nodes, HostProbe.engage)]
         under_way: list[str] = []
@@ -259,7 +250,7 @@ class GroupCheck:
         self._apart = partitioned_hosts(self._links, both_ways=both_ways)
         if self._many:
             await self._compare([node for node in nodes if not node.is_lost])
-        self._tell_of_machines()
+        self._add_host_findings()
         self._session.log_reasons([node for node, _ in ready])
         return [node for node, _ in ready if not node.is_lost]
 
@@ -267,11 +258,11 @@ class GroupCheck:
         argument = {"folder": self.spec.folder}
 
         async def examine(examiner: HostProbe) -> list[Finding]:
-            told = await examiner.ask("examine", argument, within_s=_EXAMINED_WITHIN_S)
+            told = await examiner.ask("examine", argument, within_s=_CHECKED_WITHIN_S)
             return [finding_from_json(one) for check in told for one in check["findings"]]
 
         found = await self._each(examiners, examine)
-        self._of_machines = {examiner.place: told for examiner, told in found}
+        self._of_hosts = {examiner.place: told for examiner, told in found}
 
     async def _survey(self, examiners: Sequence[HostProbe]) -> None:
         if len(examiners) < 2:
@@ -292,15 +283,15 @@ class GroupCheck:
         except MusterError as error:
             differences = from_error(error)
         without = [node for node in nodes if node.record is not None and not node.record.torch]
-        if all(self._found(node) & _NO_TORCH for node in without):  # reported with the cause
+        if all(self._names_found(node) & _NO_TORCH for node in without):  # reported with the cause
             differences = [one for one in differences if one.name != "torch-missing"]
         self._findings += differences
 
-    def _tell_of_machines(self) -> None:
+    def _add_host_findings(self) -> None:
         """Add the findings of the hosts' own checks, except those that the links have tested."""
         reached = reached_hosts(self._links)
         kept: dict[str, list[Finding]] = {}
-        for place, findings in self._of_machines.items():
+        for place, findings in self._of_hosts.items():
             hidden = _SHOWN_BY_LINKS if place in reached else frozenset()
             name = self._transport.places[place]
             kept[name] = [finding for finding in findings if finding.name not in hidden]
@@ -346,10 +337,10 @@ class GroupCheck:
             await self._probe(group)
 
     def _has_torch(self, node: ConnectedHost) -> bool:
-        return bool(node.record and node.record.torch) and not self._found(node) & _NO_TORCH
+        return bool(node.record and node.record.torch) and not self._names_found(node) & _NO_TORCH
 
-    def _found(self, node: ConnectedHost) -> set[str]:
-        return {one.name for one in self._of_machines.get(node.place, ())}
+    def _names_found(self, node: ConnectedHost) -> set[str]:
+        return {one.name for one in self._of_hosts.get(node.place, ())}
 
     async def _probe(self, nodes: Sequence[ConnectedHost]) -> None:
         probed = await self._run_probe(nodes, {})
@@ -366,7 +357,7 @@ class GroupCheck:
     ) -> probing.Probed:
         spec = probing.spec_of(self.spec, environment)
         probed = await probing.run_check_ranks(
-            self._session, self._ears, nodes, spec, attempt=self._attempts
+            self._session, self._output, nodes, spec, attempt=self._attempts
         )
         self._attempts += 1
         return probed
@@ -413,13 +404,6 @@ def _machine(name: str, place: int, node: ConnectedHost | None, absent: Finding 
 def finding_from_json(content: Mapping[str, Any]) -> Finding:
     """Return a finding that a probe program sent."""
     try:
-        return Finding(
-            name=str(content["name"]),
-            status=Status(content["status"]),
-            what=str(content["what"]),
-            why=str(content["why"]),
-            fix=str(content["fix"]),
-            evidence=str(content["evidence"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise MusterError(f"cannot parse its findings: {error!r}") from error
+        return msgspec.convert(content, Finding)
+    except msgspec.ValidationError as error:
+        raise MusterError(f"cannot parse its findings: {error}") from error

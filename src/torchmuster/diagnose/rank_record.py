@@ -78,15 +78,10 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The device's state under load; ``held_back`` is the share of periods in which a CPU quota was
-    used up, None without a quota.
-    """
+    """The device's temperature and throttling under load."""
 
     temperature_c: int | None = None
-    slowdown_temperature_c: int | None = None
     throttled_by: tuple[str, ...] = ()
-    held_back: float | None = None
-    cores: str = ""  # how many this process can use, and why
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):

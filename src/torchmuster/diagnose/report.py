@@ -47,12 +47,16 @@ def check_json(result: GroupResult) -> dict[str, Any]:
         "schema": SCHEMA,
         "passed": exit_code(result.findings) == 0,
         "seconds": round(result.seconds, 1),
-        "machines": [msgspec.to_builtins(machine) for machine in result.machines],
+        "machines": _plain(result.machines),
         "findings": [finding.as_json() for finding in worst_first(result.findings)],
         "not_tried": list(result.not_tried),
         "links": [_link(link) for link in result.links],
-        "ranks": [msgspec.to_builtins(record, str_keys=True) for record in result.ranks],
+        "ranks": _plain(result.ranks),
     }
+
+
+def _plain(values: object) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(values))
 
 
 def _link(link: Link) -> dict[str, Any]:

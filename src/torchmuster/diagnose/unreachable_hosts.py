@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchmuster.diagnose.connection import problem_of
-from torchmuster.diagnose.links.messages import Interface
+from torchmuster.diagnose.links.model import Interface
 from torchmuster.diagnose.links.serve import interfaces_here
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import firewall

@@ -31,7 +31,7 @@ def machine(place: int, name: str | None = None, **changes: object) -> Machine:
 def link(source: Machine, target: Machine, bytes_per_s: float = 1.2e9, problem: str = "") -> Link:
     figures = None
     if not problem:
-        figures = Figures(bytes_per_s=bytes_per_s, round_trips_s=(0.0002, 0.0003))
+        figures = Figures(bytes_per_s=bytes_per_s, round_trip_s=0.0002)
     return Link(source=_end(source), target=_end(target), problem=problem, figures=figures)
 
 

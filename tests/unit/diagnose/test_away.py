@@ -13,7 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.diagnose import unreachable_hosts
-from torchmuster.diagnose.links.messages import Interface
+from torchmuster.diagnose.links.model import Interface
 from torchmuster.diagnose.unreachable_hosts import (
     SshPath,
     SshTarget,
@@ -34,7 +34,6 @@ def interface(
         up=up,
         connected=connected,
         mtu_bytes=1500,
-        speed_mbits=None,
         networks=(network, "fe80::1/64"),
     )
 

@@ -346,19 +346,6 @@ def test_of_two_the_slower_is_named(snapshot: SnapshotAssertion) -> None:
     assert finding == snapshot
 
 
-def test_a_quota_that_is_used_up_is_named(snapshot: SnapshotAssertion) -> None:
-    cores = "1 of 2 cores: this cgroup's CPU quota is 0.2 (cpu.cfs_quota_us)"
-    finding = only(
-        collectives.judge_collectives(ranks(r1={"health": Health(held_back=0.97, cores=cores)}))
-    )
-    assert finding.name == "cpu-quota-used-up"
-    assert finding.what.startswith("node2 ")
-    assert "97%" in finding.evidence
-    assert finding.evidence.endswith(cores)
-    assert finding == snapshot
-    assert collectives.judge_collectives(ranks(r1={"health": Health(held_back=0.1)})) == []
-
-
 def test_heat_under_load_is_a_warning_and_a_power_limit_a_note(snapshot: SnapshotAssertion) -> None:
     hot = Health(temperature_c=91, throttled_by=("heat (hardware)",))
     finding = only(collectives.judge_collectives(ranks(r1={"health": hot})))

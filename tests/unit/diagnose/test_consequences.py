@@ -16,12 +16,6 @@ def test_a_slow_pair_of_ranks_is_told_by_its_slow_link() -> None:
     assert without_consequences([pair]) == [pair]
 
 
-def test_a_quota_that_was_read_says_also_that_it_is_used_up() -> None:
-    quota, used = finding("cpu-quota"), finding("cpu-quota-used-up")
-    assert without_consequences([used, quota]) == [quota]
-    assert without_consequences([used]) == [used]
-
-
 def test_a_failed_rank_says_best_why_the_others_wait() -> None:
     failed, hangs = finding("rank-failed"), finding("collective-hangs")
     assert without_consequences([hangs, failed, finding("probe-hangs")]) == [failed]
@@ -33,10 +27,10 @@ def test_the_same_is_told_once() -> None:
 
 
 def test_a_cause_elsewhere_or_one_that_is_less_bad_hides_nothing() -> None:
-    used = replace(finding("cpu-quota-used-up"), hosts=("node2",))
-    elsewhere = replace(finding("cpu-quota", "a quota"), hosts=("node20",))
+    used = replace(finding("slow-pair"), hosts=("node2",))
+    elsewhere = replace(finding("slow-link", "slow"), hosts=("node20",))
     assert without_consequences([elsewhere, used]) == [elsewhere, used]
-    there = replace(finding("cpu-quota", "a quota"), hosts=("node1", "node2"))
+    there = replace(finding("slow-link", "slow"), hosts=("node1", "node2"))
     assert without_consequences([there, used]) == [there]
     note = replace(there, status=Status.NOTE)
     assert without_consequences([note, used]) == [note, used]

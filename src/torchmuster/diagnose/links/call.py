@@ -9,19 +9,20 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from torchmuster.diagnose.links import transfer
-from torchmuster.diagnose.links.messages import (
+from torchmuster.diagnose.links.model import (
     Call,
     Called,
+    Figures,
+    Problem,
     Result,
     Target,
-    encode_message,
     read_message,
 )
-from torchmuster.diagnose.links.model import DROPPED, Figures
 from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network import reach
@@ -35,6 +36,7 @@ _PINGS, _FEWEST_PINGS, _PINGING_S, _PING_S = 30, 5, 0.6, 2.0
 _FIRST_BYTES, _GROWTH, _LONG_ENOUGH_S = 128 * 1024, 4, 0.08
 # A firewall rejects at once; the kernel reports an absent host after 3 s.
 _AT_ONCE_S = 0.7
+_ANY_PORT = 9  # no packet is sent to it
 
 
 async def call(argument: Any) -> Any:
@@ -46,7 +48,7 @@ async def call(argument: Any) -> Any:
     else:
         tries = (_reach(target, request, interfaces) for target in request.targets)
         results = list(await asyncio.gather(*tries))
-    return encode_message(Called(results=tuple(results)))
+    return msgspec.to_builtins(Called(results=tuple(results)))
 
 
 async def _reach(target: Target, request: Call, interfaces: Sequence[Interface]) -> Result:
@@ -65,34 +67,23 @@ async def _measure(target: Target, request: Call, interfaces: Sequence[Interface
         async with asyncio.timeout(LIMIT_S):
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                trips_s = await _pings(connection)
-                there = await _timed(connection, transfer.TAKE, block)
+                trip_s = await _round_trip(connection)
+                there = await _speed(connection, transfer.TAKE, block, trip_s)
             # A stalled connection is unusable, so the reverse direction has its own.
             again, connection = await _connect(target, request, interfaces)
             if connection is None:
-                raise ConnectionError(again.problem)
+                return again
             with connection:
-                back = await _timed(connection, transfer.GIVE, block)
+                back = await _speed(connection, transfer.GIVE, block, trip_s)
     except TimeoutError:  # may be caused by a busy host
-        return _with_problem(result, "timeout")
+        return msgspec.structs.replace(result, problem=Problem.TIMEOUT)
     except OSError:
-        return _with_problem(result, DROPPED)
-    trips = tuple(trips_s)
-    return Result(
-        problem="",
-        seconds=result.seconds,
-        local=result.local,
-        there=replace(there, round_trips_s=trips),
-        back=replace(back, round_trips_s=trips),
-    )
+        return msgspec.structs.replace(result, problem=Problem.DROPPED)
+    return msgspec.structs.replace(result, there=there, back=back)
 
 
-def _with_problem(result: Result, problem: str) -> Result:
-    """Return a result with another problem."""
-    return Result(problem=problem, seconds=result.seconds, local=result.local)
-
-
-async def _pings(connection: socket.socket) -> list[float]:
+async def _round_trip(connection: socket.socket) -> float:
+    """Return the shortest round trip of small messages."""
     loop = asyncio.get_running_loop()
     message = transfer.HEADER.pack(transfer.PING, 0) + os.urandom(transfer.PING_BYTES)
     trips_s: list[float] = []
@@ -103,42 +94,35 @@ async def _pings(connection: socket.socket) -> list[float]:
             await loop.sock_sendall(connection, message)
             await transfer.read_exactly(connection, transfer.PING_BYTES)
         trips_s.append(time.monotonic() - began)
-    return trips_s
+    return min(trips_s)
 
 
-async def _timed(connection: socket.socket, verb: bytes, block: bytes) -> Figures:
+async def _speed(
+    connection: socket.socket, verb: bytes, block: bytes, round_trip_s: float
+) -> Figures:
     """Transfer growing amounts of data until one takes long enough to be timed."""
+    loop = asyncio.get_running_loop()
+    move = transfer.send_blocks if verb == transfer.TAKE else transfer.receive_blocks
     size, wrong = _FIRST_BYTES, 0
-    figures = Figures(stalled=True)
+    bytes_per_s = None
     while True:
         try:
             async with asyncio.timeout(STALLED_S):
-                received, waited_s = await _transfer(connection, verb, size, block)
+                await loop.sock_sendall(connection, transfer.HEADER.pack(verb, size))
+                moved = await move(connection, size, block)
         except TimeoutError:
             break
-        seconds = max(received.seconds, 1e-6)
-        wrong += received.wrong_bytes
-        figures = Figures(bytes_per_s=size / seconds, waited_share=min(1.0, waited_s / seconds))
-        if received.seconds >= _LONG_ENOUGH_S or size == transfer.MOST_BYTES:
+        wrong += moved.wrong_bytes
+        bytes_per_s = size / max(moved.seconds, 1e-6)
+        if moved.seconds >= _LONG_ENOUGH_S or size == transfer.MOST_BYTES:
             break
         size = min(size * _GROWTH, transfer.MOST_BYTES)
-    return replace(figures, wrong_bytes=wrong)
-
-
-async def _transfer(
-    connection: socket.socket, verb: bytes, size: int, block: bytes
-) -> tuple[transfer.Transfer, float]:
-    """Return the receiver's result, and the longer CPU wait of the two ends."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, transfer.HEADER.pack(verb, size))
-    if verb == transfer.TAKE:
-        mine = await transfer.send_blocks(connection, size, block)
-    else:
-        mine = await transfer.receive_blocks(connection, size, block)
-    report = await transfer.read_exactly(connection, transfer.REPORT_BYTES)
-    theirs = transfer.unpacked(report)
-    receiver = theirs if verb == transfer.TAKE else mine
-    return receiver, max(mine.waited_s, theirs.waited_s)
+    return Figures(
+        bytes_per_s=bytes_per_s,
+        round_trip_s=round_trip_s,
+        stalled=bytes_per_s is None,
+        wrong_bytes=wrong,
+    )
 
 
 async def _connect(
@@ -150,12 +134,15 @@ async def _connect(
         timeout_s=request.timeout_s,
         interfaces=interfaces,
     )
-    problem = reached.problem
-    if problem == "unreachable" and not _has_route(target.address):
-        problem = "no-route"
-    elif problem == "unreachable":
-        problem = "prohibited" if reached.seconds < _AT_ONCE_S else "absent"
-    return Result(problem=problem, seconds=reached.seconds, local=reached.local), connection
+    if reached.problem != "unreachable":
+        problem = Problem(reached.problem)
+    elif not _has_route(target.address):
+        problem = Problem.NO_ROUTE
+    elif reached.seconds < _AT_ONCE_S:
+        problem = Problem.PROHIBITED
+    else:
+        problem = Problem.ABSENT
+    return Result(problem=problem, seconds=reached.seconds), connection
 
 
 def _has_route(address: str) -> bool:
@@ -163,7 +150,7 @@ def _has_route(address: str) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect((address, 9))
+            sock.connect((address, _ANY_PORT))
         except OSError:
             return False
     return True

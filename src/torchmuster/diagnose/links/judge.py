@@ -1,198 +1,274 @@
 """Turn measured links between hosts into findings, each with its direction and its fix."""
 
+import enum
 import ipaddress
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchmuster.diagnose.blame import Blamed
-from torchmuster.diagnose.links import quality
-from torchmuster.diagnose.links.groups import LinkGroup, grouped
-from torchmuster.diagnose.links.model import NOT_TRIED, End, Link, by_places
+from torchmuster.diagnose.blame import Blamed, blame
+from torchmuster.diagnose.links.call import STALLED_S
+from torchmuster.diagnose.links.model import End, Link, Problem, by_places
 from torchmuster.finding import Finding, Status, worst_first
 from torchmuster.launch.network import firewall, reach
 from torchmuster.units import name_several
 
+# Round trips that are high wherever the hosts are, and those that are never reported.
+FAR_S, _NEAR_S, _TIMES_FARTHER = 0.010, 0.001, 5
+# Slower than the first slows any training; faster than the second cannot be measured reliably.
+SLOW_BYTES_PER_S, _FAST_BYTES_PER_S = 250e6 / 8, 1e9
+_TIMES_SLOWER = 4
+_USUAL_MTU, _TUNNEL_MTU = 1500, 1400
 _LINES_SHOWN = 4
 # Problems of the reverse direction that follow from these causes.
 _CONSEQUENCES = {
-    "no-route": {"timeout", "absent"},
-    "impostor": {"timeout", "absent", "refused", "impostor"},
+    Problem.NO_ROUTE: {Problem.TIMEOUT, Problem.ABSENT},
+    Problem.IMPOSTOR: {Problem.TIMEOUT, Problem.ABSENT, Problem.REFUSED, Problem.IMPOSTOR},
+}
+# By problem: the name of the finding, the problem in short, and why.
+_CAUSES = {
+    Problem.TIMEOUT: (
+        "blocked-dropped",
+        "its packets are dropped",
+        "there is no reply: a firewall drops the packets silently",
+    ),
+    Problem.REFUSED: (
+        "blocked-rejected",
+        "the connection is refused",
+        "the port is open on that host, but the connection is refused: a firewall rejects it",
+    ),
+    Problem.PROHIBITED: (
+        "blocked-prohibited",
+        "the connection is prohibited",
+        "a firewall on that host or on the path prohibits the connection (ICMP)",
+    ),
+    Problem.ABSENT: (
+        "host-absent",
+        "no reply from that address",
+        "not even the network adapter answers: the host is off, its cable is disconnected, its "
+        "interface is down, or it is on another network",
+    ),
+    Problem.NO_ROUTE: (
+        "no-route",
+        "there is no route to it",
+        "the host has no interface for this address: the route is missing, or the host is "
+        "not connected to this network",
+    ),
+    Problem.IMPOSTOR: (
+        "wrong-machine-answers",
+        "another host answers",
+        "two hosts use the same address: a cloned virtual machine, a local bridge that exists on "
+        "each host, or a manually assigned address",
+    ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cause:
-    """The meaning of a failed connection: the finding's name, a short text and an explanation."""
+class LinkGroup:
+    """Bad links with one cause; ``end`` is the host that causes it, if it is one."""
 
-    name: str
-    words: str
-    why: str
+    kind: Blamed
+    links: tuple[Link, ...]
+    end: End | None = None
 
+    @property
+    def text(self) -> str:
+        """``the link from node1 to node2``, ``all links to node2``."""
+        first = self.links[0]
+        name = self.end.name if self.end is not None else ""
+        source, target = first.source.name, first.target.name
+        texts = {
+            Blamed.EVERYTHING: "all links of the group",
+            Blamed.END: f"all links of {name}",
+            Blamed.INTO: f"all links to {name}",
+            Blamed.OUT_OF: f"all links from {name}",
+            Blamed.LINK: f"the link between {source} and {target}",
+            Blamed.DIRECTION: f"the link from {source} to {target}",
+        }
+        return texts[self.kind]
 
-_CAUSES = {
-    "timeout": _Cause(
-        name="blocked-dropped",
-        words="its packets are dropped",
-        why="there is no reply: a firewall drops the packets silently",
-    ),
-    "refused": _Cause(
-        name="blocked-rejected",
-        words="the connection is refused",
-        why="the port is open on that host, but the connection is refused: a firewall rejects it",
-    ),
-    "prohibited": _Cause(
-        name="blocked-prohibited",
-        words="the connection is prohibited",
-        why="a firewall on that host or on the path prohibits the connection (ICMP)",
-    ),
-    "absent": _Cause(
-        name="host-absent",
-        words="no reply from that address",
-        why="not even the network adapter answers: the host is off, its cable is disconnected, its "
-        "interface is down, or it is on another network",
-    ),
-    "no-route": _Cause(
-        name="no-route",
-        words="there is no route to it",
-        why="the host has no interface for this address: the route is missing, or the host is "
-        "not connected to this network",
-    ),
-    "impostor": _Cause(
-        name="wrong-machine-answers",
-        words="another host answers",
-        why="two hosts use the same address: a cloned virtual machine, a local bridge that exists on "
-        "each host, or a manually assigned address",
-    ),
-}
-# Without a reply in either direction, two firewalls and a dead cable look the same.
-_SILENT_BOTH_WAYS = _Cause(
-    name="blocked-dropped",
-    words="nothing passes in either direction",
-    why="there is no reply: either a firewall on each side drops the packets silently, or the path "
-    "between them (a cable, a switch, a VLAN) is broken",
-)
+    @property
+    def suspects(self) -> list[End]:
+        """The hosts to check: the one that causes it, or all ends of the links."""
+        return [self.end] if self.end is not None else self.ends
+
+    @property
+    def ends(self) -> list[End]:
+        """All hosts of the links."""
+        ends: dict[int, End] = {}
+        for link in self.links:
+            ends.setdefault(link.source.place, link.source)
+            ends.setdefault(link.target.place, link.target)
+        return list(ends.values())
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts to check."""
+        return tuple(end.name for end in self.suspects)
 
 
-def blocked_findings(links: Sequence[Link], *, both_ways: bool) -> list[Finding]:
-    """Return a finding for each reason why hosts do not reach each other."""
-    causes = _told_apart(links)
-    meeting = [one for one in causes if one.meeting_problem is not None]
-    found: list[Finding] = []
-    for problem in _CAUSES:
-        only_meeting = [
-            one for one in meeting if not one.problem and one.meeting_problem == problem
-        ]
-        only_data = [one for one in meeting if one.problem == problem and not one.meeting_problem]
-        every = [one for one in causes if one.problem == problem and one.meeting_problem != ""]
-        found += [_meeting(group, problem) for group in grouped(only_meeting, links)]
-        found += [_data(group, problem, both_ways) for group in grouped(only_data, links)]
-        found += [_all(group, problem, links, both_ways) for group in grouped(every, links)]
-    return [*found, *_not_tried(links)]
+def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[LinkGroup]:
+    """Group the bad links among all known ones so that as few causes as possible are named."""
+    known, wrong = by_places(links), by_places(bad)
+    ends = {}
+    for link in links:
+        ends[link.source.place], ends[link.target.place] = link.source, link.target
+    groups = []
+    for cause in blame(wrong.keys(), known.keys()):
+        members = tuple(wrong[direction] for direction in cause.directions)
+        end = None if cause.end is None else ends[cause.end]
+        groups.append(LinkGroup(kind=cause.kind, links=members, end=end))
+    return groups
 
 
-def _not_tried(links: Sequence[Link]) -> list[Finding]:
+def judge_links(links: Sequence[Link], *, both_ways: bool = True) -> list[Finding]:
+    """Return the findings about the links, worst first; empty if all links are healthy.
+
+    ``both_ways`` is for NCCL, which connects in both directions; gloo needs only one per pair.
+    """
+    ends = {}
+    for link in links:
+        ends[link.source.place], ends[link.target.place] = link.source, link.target
+    findings = []
+    for end in ends.values():
+        findings += end.findings
+    findings += _blocked_findings(links, both_ways)
+    findings += _not_tried_findings(links)
+    findings += _quality_findings(links)
+    return worst_first(findings)
+
+
+def _not_tried_findings(links: Sequence[Link]) -> list[Finding]:
     """Return a finding for links that were not tested, unless findings of the hosts explain it."""
-    missing = [
-        one
-        for one in links
-        if one.problem == NOT_TRIED and not (_is_broken(one.source) or _is_broken(one.target))
-    ]
-    names = list(dict.fromkeys(one.source.name for one in missing))
+    names: dict[str, None] = {}
+    for link in links:
+        own = (*link.source.findings, *link.target.findings)
+        explained = any(finding.status is Status.FAILURE for finding in own)
+        if link.problem == Problem.NOT_TRIED and not explained:
+            names[link.source.name] = None
     if not names:
         return []
-    return [
-        Finding(
-            name="links-not-tried",
-            status=Status.WARNING,
-            what=f"{name_several(names)} did not report on connections to the others",
-            why="the host did not answer in time, or its probe program exited",
-            fix="muster check  # run it again",
-            hosts=tuple(names),
-        )
-    ]
+    finding = Finding(
+        name="links-not-tried",
+        status=Status.WARNING,
+        what=f"{name_several(list(names))} did not report on connections to the others",
+        why="the host did not answer in time, or its probe program exited",
+        fix="muster check  # run it again",
+        hosts=tuple(names),
+    )
+    return [finding]
 
 
-def _is_broken(end: End) -> bool:
-    return any(one.status is Status.FAILURE for one in end.findings)
+# ---- links that do not connect
 
 
-def _told_apart(links: Sequence[Link]) -> list[Link]:
+def _blocked_findings(links: Sequence[Link], both_ways: bool) -> list[Finding]:
+    """Return a finding for each reason why hosts do not reach each other."""
+    causes = _without_consequences(links)
+    findings = []
+    for problem in _CAUSES:
+        meeting, data, every = [], [], []
+        for link in causes:
+            if link.problem == problem and link.meeting_problem == "":
+                data.append(link)
+            elif link.problem == problem:
+                every.append(link)
+            elif not link.problem and link.meeting_problem == problem:
+                meeting.append(link)
+        findings += [_meeting_blocked(group, problem) for group in grouped(meeting, links)]
+        findings += [_data_blocked(group, problem, both_ways) for group in grouped(data, links)]
+        findings += [_blocked(group, problem, links, both_ways) for group in grouped(every, links)]
+    return findings
+
+
+def _without_consequences(links: Sequence[Link]) -> list[Link]:
     """Drop links whose problem is a consequence, and mark a dead link dead in both directions."""
     known = by_places(links)
-    kept = []
+    causes = []
     for link in links:
-        back = known.get((link.target.place, link.source.place))
-        other = back.problem if back is not None else ""
-        if link.problem in _CONSEQUENCES.get(other, ()) and not (
-            # If both directions have the same problem, keep one.
-            link.problem == other and link.places < (link.target.place, link.source.place)
-        ):
+        reverse = (link.target.place, link.source.place)
+        back = known[reverse].problem if reverse in known else ""
+        follows = link.problem in _CONSEQUENCES.get(Problem(back), ())
+        # If both directions have the same problem, keep one.
+        if follows and not (link.problem == back and link.places < reverse):
             continue
-        if link.problem == "timeout" and other == "absent":
-            link = replace(link, problem="absent")
-        kept.append(link)
-    return kept
+        if link.problem == Problem.TIMEOUT and back == Problem.ABSENT:
+            link = replace(link, problem=Problem.ABSENT)
+        causes.append(link)
+    return causes
 
 
 def _status(group: LinkGroup, both_ways: bool) -> Status:
     """Return the severity: gloo needs only one direction of each link, NCCL needs both."""
-    needed = both_ways or any(
-        reach.gloo_calls(_place(one.source), _place(one.target)) for one in group.links
-    )
+    needed = both_ways or any(gloo_uses(link) for link in group.links)
     return Status.FAILURE if needed else Status.WARNING
 
 
-def _place(end: End) -> reach.NodeAddress:
-    return reach.NodeAddress(name=end.name, system=end.system, address=end.address or "0.0.0.0")  # noqa: S104
+def gloo_uses(link: Link) -> bool:
+    """Return whether gloo connects in this direction of a link."""
+    if link.source.address is None or link.target.address is None:
+        return True
+    source, target = (
+        reach.NodeAddress(name=end.name, system=end.system, address=end.address or "")
+        for end in (link.source, link.target)
+    )
+    return reach.gloo_calls(source, target)
 
 
-def _meeting(group: LinkGroup, problem: str) -> Finding:
+def _meeting_blocked(group: LinkGroup, problem: Problem) -> Finding:
     target = group.links[0].target
-    callers = [one.source for one in group.links]
     port = target.meeting_port
     assert port is not None
+    _, short, why = _CAUSES[problem]
     return Finding(
         name="meeting-port-blocked",
         status=Status.FAILURE,
-        what=f"{_not_reached(group)} on the rendezvous port {port}, only on others: "
-        f"{_CAUSES[problem].words}",
-        why=f"{_CAUSES[problem].why}. The ranks could not rendezvous",
-        fix=_let_in(target, callers, [port]),
+        what=f"{_not_reached(group)} on the rendezvous port {port}, only on others: {short}",
+        why=f"{why}. The ranks could not rendezvous",
+        fix=_open_ports(target, group.links, [port]),
         evidence=_evidence(group.links, port),
         hosts=(target.name,),
     )
 
 
-def _data(group: LinkGroup, problem: str, both_ways: bool) -> Finding:
+def _data_blocked(group: LinkGroup, problem: Problem, both_ways: bool) -> Finding:
     target = group.links[0].target
+    _, short, why = _CAUSES[problem]
     return Finding(
         name="data-ports-blocked",
         status=_status(group, both_ways),
-        what=f"{_not_reached(group)} except on the rendezvous port {target.meeting_port}: "
-        f"{_CAUSES[problem].words}",
-        why=f"{_CAUSES[problem].why}. Ranks connect on ephemeral ports; an open rendezvous port is "
-        "not enough",
-        fix=_let_in(target, [one.source for one in group.links], [target.given_out_ports]),
+        what=f"{_not_reached(group)} except on the rendezvous port {target.meeting_port}: {short}",
+        why=f"{why}. Ranks connect on ephemeral ports; an open rendezvous port is not enough",
+        fix=_open_ports(target, group.links, [target.given_out_ports]),
         evidence=_evidence(group.links),
         hosts=(target.name,),
     )
 
 
-def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool) -> Finding:
-    silent = problem == "timeout" and group.kind in (Blamed.LINK, Blamed.END, Blamed.EVERYTHING)
-    cause = _SILENT_BOTH_WAYS if silent else _CAUSES[problem]
+def _blocked(group: LinkGroup, problem: Problem, links: Sequence[Link], both_ways: bool) -> Finding:
+    name, short, why = _CAUSES[problem]
+    fix = _fix(group, problem)
     known = by_places(links)
-    backs = [known.get((one.target.place, one.source.place)) for one in group.links]
-    one_way = group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF) and all(
-        back is not None and not back.problem for back in backs
-    )
-    remark = "; the other direction works" if one_way else ""
+    backs = [known.get((link.target.place, link.source.place)) for link in group.links]
+    if group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF):
+        if all(back is not None and not back.problem for back in backs):
+            short += "; the other direction works"
+    elif problem is Problem.TIMEOUT:
+        # Without a reply in either direction, two firewalls and a dead cable look the same.
+        short = "nothing passes in either direction"
+        why = (
+            "there is no reply: either a firewall on each side drops the packets silently, or the "
+            "path between them (a cable, a switch, a VLAN) is broken"
+        )
+        fix += f"\n{_bring_up(group)}"
+    addresses = {link.target.address for link in group.links}
+    where = f" at {group.links[0].target.address}" if len(addresses) == 1 else ""
     return Finding(
-        name=cause.name,
+        name=name,
         status=_status(group, both_ways),
-        what=f"{_not_reached(group)}{_at(group)}: {cause.words}{remark}",
-        why=cause.why,
-        fix=_fix(group, problem) + (f"\n{_looks(group)}" if silent else ""),
+        what=f"{_not_reached(group)}{where}: {short}",
+        why=why,
+        fix=fix,
         evidence=_evidence(group.links),
         hosts=group.hosts,
     )
@@ -200,60 +276,51 @@ def _all(group: LinkGroup, problem: str, links: Sequence[Link], both_ways: bool)
 
 def _not_reached(group: LinkGroup) -> str:
     first = group.links[0]
-    if group.kind is Blamed.INTO and group.end:
-        return f"no other host reaches {group.end.name}"
-    if group.kind is Blamed.OUT_OF and group.end:
-        return f"{group.end.name} reaches no other host"
-    if group.kind is Blamed.END and group.end:
-        return f"{group.end.name} and the other hosts do not reach each other"
-    if group.kind is Blamed.EVERYTHING:
-        return "no host reaches another"
-    if group.kind is Blamed.LINK:
-        return f"{first.source.name} and {first.target.name} do not reach each other"
-    return f"{first.source.name} does not reach {first.target.name}"
+    name = group.end.name if group.end is not None else ""
+    source, target = first.source.name, first.target.name
+    texts = {
+        Blamed.EVERYTHING: "no host reaches another",
+        Blamed.END: f"{name} and the other hosts do not reach each other",
+        Blamed.INTO: f"no other host reaches {name}",
+        Blamed.OUT_OF: f"{name} reaches no other host",
+        Blamed.LINK: f"{source} and {target} do not reach each other",
+        Blamed.DIRECTION: f"{source} does not reach {target}",
+    }
+    return texts[group.kind]
 
 
-def _at(group: LinkGroup) -> str:
-    addresses = {one.target.address for one in group.links}
-    only = addresses.pop()
-    return f" at {only}" if not addresses and only else ""
-
-
-def _fix(group: LinkGroup, problem: str) -> str:
-    if problem == "no-route":
-        sources = dict.fromkeys(one.source.place for one in group.links)
-        return "\n".join(
-            _route([one for one in group.links if one.source.place == place]) for place in sources
-        )
-    if problem == "absent":
-        return _looks(group)
-    if problem == "impostor":
+def _fix(group: LinkGroup, problem: Problem) -> str:
+    if problem is Problem.ABSENT:
+        return _bring_up(group)
+    if problem is Problem.IMPOSTOR:
         return (
             "give each host its own address; on each, check which addresses it has:\nip -br address"
         )
-    lines = []
-    for target in {one.target.place: one.target for one in group.links}.values():
-        callers = [one.source for one in group.links if one.target.place == target.place]
+    parts = []
+    if problem is Problem.NO_ROUTE:
+        for source in {link.source.place for link in group.links}:
+            parts.append(_route([link for link in group.links if link.source.place == source]))
+        return "\n".join(parts)
+    for target in {link.target.place: link.target for link in group.links}.values():
+        links = [link for link in group.links if link.target.place == target.place]
         ports: list[int | tuple[int, int]] = [target.given_out_ports]
         if target.meeting_port is not None:
             ports.insert(0, target.meeting_port)
-        lines.append(_let_in(target, callers, ports))
-    return "\n".join(lines)
+        parts.append(_open_ports(target, links, ports))
+    return "\n".join(parts)
 
 
-def _let_in(target: End, callers: Sequence[End], ports: Sequence[int | tuple[int, int]]) -> str:
+def _open_ports(target: End, links: Sequence[Link], ports: Sequence[int | tuple[int, int]]) -> str:
     """Return the commands that open ports of a host to the addresses of others."""
-    sources = list(dict.fromkeys(one.address for one in callers))
+    callers = [link.source for link in links]
+    sources = list(dict.fromkeys(caller.address for caller in callers))
     if len(sources) > _LINES_SHOWN and target.network:
         sources = [target.network]
-    commands = [
-        firewall.open_command(target.system, port, source=source)
-        for source in sources
-        for port in ports
-    ]
-    return f"allow {name_several([one.name for one in callers])} on {target.name}:\n" + "\n".join(
-        commands
-    )
+    lines = [f"allow {name_several([caller.name for caller in callers])} on {target.name}:"]
+    for source in sources:
+        for port in ports:
+            lines.append(firewall.open_command(target.system, port, source=source))
+    return "\n".join(lines)
 
 
 def _route(links: Sequence[Link]) -> str:
@@ -265,43 +332,196 @@ def _route(links: Sequence[Link]) -> str:
             f"{source.address}), or add a route through a router; on {source.name}:\n"
             f"ip route get {first.address}"
         )
-    # A wrong route to a single host takes precedence over one to the whole network.
-    only = str(ipaddress.ip_network(first.address or ""))
-    where = source.network if len(links) > 1 else only
-    return f"on {source.name}:\nsudo ip route replace {where} dev {source.interface}"
+    destination = source.network
+    if len(links) == 1:  # a wrong route to a single host precedes one to the whole network
+        destination = str(ipaddress.ip_network(first.address or ""))
+    return f"on {source.name}:\nsudo ip route replace {destination} dev {source.interface}"
 
 
-def _looks(group: LinkGroup) -> str:
-    return "\n".join(_look_at(end) for end in group.suspects)
-
-
-def _look_at(end: End) -> str:
-    interface = end.interface or "eth0"
-    return (
-        f"check the link of {end.name}, and bring it up; on {end.name}:\n"
-        f"ip -br link show dev {interface}\nsudo ip link set dev {interface} up"
-    )
+def _bring_up(group: LinkGroup) -> str:
+    lines = []
+    for end in group.suspects:
+        interface = end.interface or "eth0"
+        lines.append(f"check the link of {end.name}, and bring it up; on {end.name}:")
+        lines.append(f"ip -br link show dev {interface}")
+        lines.append(f"sudo ip link set dev {interface} up")
+    return "\n".join(lines)
 
 
 def _evidence(links: Sequence[Link], port: int | None = None) -> str:
     lines = []
-    for one in links[:_LINES_SHOWN]:
-        where = f"{one.name} at {one.target.address}"
+    for link in links[:_LINES_SHOWN]:
+        where = f"{link.name} at {link.target.address}"
         if port is None:
-            lines.append(f"{where}:{one.port}: {one.problem} after {one.seconds:.1f} s")
+            lines.append(f"{where}:{link.port}: {link.problem} after {link.seconds:.1f} s")
         else:
-            lines.append(f"{where}:{port}: {one.meeting_problem}; port {one.port}: reached")
+            lines.append(f"{where}:{port}: {link.meeting_problem}; port {link.port}: reached")
     if len(links) > _LINES_SHOWN:
         lines.append(f"and {len(links) - _LINES_SHOWN:,} more")
     return "\n".join(lines)
 
 
-def judge_links(links: Sequence[Link], *, both_ways: bool = True) -> list[Finding]:
-    """Return the findings about the links, worst first; empty if all links are healthy.
+# ---- links that connect, but are bad
 
-    ``both_ways`` is for NCCL, which connects in both directions; gloo needs only one per pair.
-    """
-    ends = {end.place: end for link in links for end in (link.source, link.target)}
-    own = [finding for end in ends.values() for finding in end.findings]
-    found = [*own, *blocked_findings(links, both_ways=both_ways), *quality.quality_findings(links)]
-    return worst_first(found)
+
+class LinkFault(enum.Enum):
+    """What is wrong with a link that connects, worst first; of several, the first is reported."""
+
+    CORRUPTS = "corrupting-link"
+    STALLS = "stalled-link"
+    FAR = "high-latency"
+    SLOW = "slow-link"
+
+
+_WHY = {
+    LinkFault.CORRUPTS: "the data that arrived differs from the data sent, and TCP's checksum did "
+    "not detect it: a broken network adapter, memory or switch. Training would continue with wrong "
+    "numbers",
+    LinkFault.STALLS: "connections open and small messages pass, but large transfers stall or are "
+    "lost: a device on the path drops large frames (MTU), or a firewall or a VPN stops long "
+    "transfers. Ranks would connect, and hang at the first large tensor",
+    LinkFault.FAR: "every collective waits for the longest round trip, many times per step",
+    LinkFault.SLOW: "the gradients of each step cross every link, so the slowest link limits the "
+    "speed",
+}
+
+
+def _faulty(links: Sequence[Link]) -> dict[LinkFault, list[Link]]:
+    """Return the measured links by their fault; a pair is reported once, with its worst fault."""
+    measured = [link for link in links if link.tries]
+    rates, trips = {}, []
+    for link in measured:
+        if link.figures is not None:
+            rates[link.places] = min(link.figures.bytes_per_s or 0.0, _FAST_BYTES_PER_S)
+            trips.append(link.figures.round_trip_s or 0.0)
+    usual_rate = statistics.median(rates.values()) if rates else 0.0
+    usual_trip_s = statistics.median(trips) if trips else 0.0
+    faulty: dict[LinkFault, list[Link]] = {fault: [] for fault in LinkFault}
+    for link in measured:
+        back = rates.get((link.target.place, link.source.place), 0.0)
+        fault = fault_of(link, max(usual_rate, back), usual_trip_s)
+        if fault is not None:
+            faulty[fault].append(link)
+    reported: set[frozenset[int]] = set()
+    for fault, bad in faulty.items():
+        faulty[fault] = [link for link in bad if frozenset(link.places) not in reported]
+        reported |= {frozenset(link.places) for link in bad}
+    return faulty
+
+
+def fault_of(link: Link, usual_bytes_per_s: float, usual_round_trip_s: float) -> LinkFault | None:
+    """Return the worst fault of a measured link; None if it has none."""
+    figures = link.figures
+    if figures is not None and figures.wrong_bytes > 0:
+        return LinkFault.CORRUPTS
+    if figures is None or figures.stalled:
+        return LinkFault.STALLS
+    trip_s, rate = figures.round_trip_s or 0.0, figures.bytes_per_s or 0.0
+    if trip_s > FAR_S or trip_s > max(_NEAR_S, _TIMES_FARTHER * usual_round_trip_s):
+        return LinkFault.FAR
+    if rate < SLOW_BYTES_PER_S or rate < usual_bytes_per_s / _TIMES_SLOWER:
+        return LinkFault.SLOW
+    return None
+
+
+def suspects(links: Sequence[Link]) -> list[tuple[int, int]]:
+    """Return the pairs to measure again: a busy host may be the only cause."""
+    pairs = set()
+    for bad in _faulty(links).values():
+        pairs |= {(min(link.places), max(link.places)) for link in bad}
+    return sorted(pairs)
+
+
+def _quality_findings(links: Sequence[Link]) -> list[Finding]:
+    """Return a finding for each fault of measured links and each host that causes it."""
+    findings = []
+    measured = [link for link in links if link.tries]
+    for fault, bad in _faulty(links).items():
+        failure = fault in (LinkFault.CORRUPTS, LinkFault.STALLS)
+        for group in grouped(bad, measured) if bad else ():
+            lines = [f"{link.name}: {_figures(link, fault)}" for link in group.links[:_LINES_SHOWN]]
+            if len(group.links) > _LINES_SHOWN:
+                lines.append(f"and {len(group.links) - _LINES_SHOWN:,} more")
+            findings.append(
+                Finding(
+                    name=fault.value,
+                    status=Status.FAILURE if failure else Status.WARNING,
+                    what=_what_is_wrong(fault, group),
+                    why=_WHY[fault],
+                    fix=_fix_quality(fault, group),
+                    evidence="\n".join(lines),
+                    hosts=group.hosts,
+                )
+            )
+    return findings
+
+
+def _what_is_wrong(fault: LinkFault, group: LinkGroup) -> str:
+    figures = [link.figures for link in group.links if link.figures is not None]
+    match fault:
+        case LinkFault.CORRUPTS:
+            return f"corrupted data: {group.text}"
+        case LinkFault.STALLS:
+            return f"large transfers stall, small messages pass: {group.text}"
+        case LinkFault.FAR:
+            trip_ms = 1000 * min(figure.round_trip_s or 0.0 for figure in figures)
+            return f"high latency: {group.text}: {trip_ms:.3g} ms round trip"
+        case LinkFault.SLOW:
+            rate = max(figure.bytes_per_s or 0.0 for figure in figures)
+            return f"slow: {group.text}: {rate * 8 / 1e6:,.0f} Mbit/s"
+
+
+def _figures(link: Link, fault: LinkFault) -> str:
+    figures = link.figures
+    if figures is None:
+        return f"could not be measured in {link.tries} tries"
+    match fault:
+        case LinkFault.CORRUPTS:
+            return f"{figures.wrong_bytes:,} bytes were wrong"
+        case LinkFault.STALLS:
+            return f"no data passed in {STALLED_S:g} s"
+        case LinkFault.FAR:
+            return f"{1000 * (figures.round_trip_s or 0):.1f} ms at best"
+        case LinkFault.SLOW:
+            return f"{(figures.bytes_per_s or 0) * 8 / 1e6:,.0f} Mbit/s"
+
+
+def _fix_quality(fault: LinkFault, group: LinkGroup) -> str:
+    match fault:
+        case LinkFault.STALLS:
+            return (
+                "lower the MTU of the hosts to what the path carries, or check for a firewall or a "
+                f"VPN that stops long transfers\n{_lower_the_mtu(group)}"
+            )
+        case LinkFault.CORRUPTS:
+            counters = "sudo ethtool -S {interface} | grep -iE 'err|drop|crc|discard'"
+            return (
+                "replace the cable, then try another switch port; the counters show which end has "
+                f"errors\n{_at_each(group.suspects, counters)}"
+            )
+        case LinkFault.FAR:
+            first = group.links[0]
+            return (
+                "use hosts that are close to each other, or an interface without a VPN; check the "
+                f"route, on {first.source.name}:\nip route get {first.target.address}"
+            )
+        case LinkFault.SLOW:
+            speed = "sudo ethtool {interface} | grep -iE 'speed|duplex'"
+            return (
+                "check for a cable, a switch port or a limit (tc, a VPN, Wi-Fi) that is slower than "
+                f"the rest\n{_at_each(group.suspects, speed)}"
+            )
+
+
+def _at_each(ends: Sequence[End], command: str) -> str:
+    lines = []
+    for end in ends:
+        lines.append(f"on {end.name}:\n{command.format(interface=end.interface)}")
+    return "\n".join(lines)
+
+
+def _lower_the_mtu(group: LinkGroup) -> str:
+    """Return the commands for the ends with large frames; for all ends, if none has."""
+    large = [end for end in group.ends if (end.mtu_bytes or 0) > _USUAL_MTU]
+    size = _USUAL_MTU if large else _TUNNEL_MTU
+    return _at_each(large or group.ends, f"sudo ip link set dev {{interface}} mtu {size}")

@@ -1,24 +1,66 @@
-"""Links between hosts: one ``Link`` for each direction of each pair."""
+"""Links between hosts, and the requests with which they are tested.
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+There is one ``Link`` for each direction of each pair. ``Serve`` makes a host open ports, ``Call``
+makes it dial others; both and their answers travel as JSON through ``host_probe.py``.
+"""
 
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
+from torchmuster.launch import protocol
 
+Message = TypeVar("Message", bound=msgspec.Struct)
 # The default range of ephemeral ports.
 USUAL_PORTS = (32768, 60999)
-# The problem of a link that could not be tested.
-NOT_TRIED = "not-tried"
-# The problem of a connection that was lost during a measurement.
-DROPPED = "dropped"
+
+
+class Problem(enum.StrEnum):
+    """Why a connection failed; NONE is false."""
+
+    NONE = ""
+    TIMEOUT = "timeout"  # no reply
+    REFUSED = "refused"
+    PROHIBITED = "prohibited"  # by a firewall, with ICMP
+    ABSENT = "absent"  # not even the network adapter answers
+    NO_ROUTE = "no-route"
+    IMPOSTOR = "impostor"  # another host answers at that address
+    NOT_TRIED = "not-tried"
+    DROPPED = "dropped"  # lost during a measurement
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The measurements of one direction; None if unknown.
+
+    Of several tries the best counts: a busy host makes a link look worse, never better.
+    """
+
+    bytes_per_s: float | None = None
+    round_trip_s: float | None = None  # the shortest, of a small message
+    stalled: bool = False  # small messages pass, large transfers do not
+    wrong_bytes: int = 0
+
+    def best_with(self, other: "Figures") -> "Figures":
+        """Return the better of two tries; wrong bytes are added up."""
+        trips = [trip for trip in (self.round_trip_s, other.round_trip_s) if trip is not None]
+        return Figures(
+            bytes_per_s=max(self.bytes_per_s or 0.0, other.bytes_per_s or 0.0) or None,
+            round_trip_s=min(trips, default=None),
+            stalled=self.stalled and other.stalled,
+            wrong_bytes=self.wrong_bytes + other.wrong_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
     """A host with the address at which others reach it, and what it reports about that interface.
 
-    ``findings`` are about the host itself: a rendezvous port in use, an address that was skipped.
+    ``findings`` are about the host itself, such as a rendezvous port in use.
     """
 
     name: str
@@ -28,66 +70,27 @@ class End:
     interface: str = ""
     network: str | None = None  # 10.0.0.0/24
     mtu_bytes: int | None = None
-    speed_mbits: int | None = None
     given_out_ports: tuple[int, int] = USUAL_PORTS
     meeting_port: int | None = None  # of the first host
     findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """The measurements of one direction; None if unknown.
-
-    Of several tries the best counts: a busy host makes a link look worse, never better.
-    """
-
-    bytes_per_s: float | None = None
-    round_trips_s: tuple[float, ...] = ()  # of small messages, in the order sent
-    stalled: bool = False  # small messages pass, large transfers do not
-    wrong_bytes: int = 0
-    waited_share: float = 0.0  # share of the time that a busy host spent waiting for a CPU
-
-    @property
-    def round_trip_s(self) -> float | None:
-        """The shortest round trip, which shows the latency of the link itself."""
-        return min(self.round_trips_s, default=None)
-
-    @property
-    def median_round_trip_s(self) -> float | None:
-        """The median round trip, including delays of the hosts."""
-        return statistics.median(self.round_trips_s) if self.round_trips_s else None
-
-    def best_with(self, other: "Figures") -> "Figures":
-        """Return the better of two tries; wrong bytes are added up."""
-        faster = max(self, other, key=lambda figures: figures.bytes_per_s or 0.0)
-        return replace(
-            faster,
-            round_trips_s=self.round_trips_s + other.round_trips_s,
-            stalled=self.stalled and other.stalled,
-            wrong_bytes=self.wrong_bytes + other.wrong_bytes,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Link:
     """One direction between two hosts: how ``source`` reaches ``target``.
 
-    ``problem`` is "" if it connects at an ephemeral port; else timeout, refused, prohibited,
-    absent, no-route, impostor or not-tried. ``meeting_problem`` is the same for the rendezvous
-    port, and None if ``target`` does not have it. ``dropped`` counts the connections lost during
-    the measurement, in ``tries`` tries.
+    ``problem`` is of an ephemeral port, ``meeting_problem`` of the rendezvous port; it is None if
+    ``target`` does not have that port. ``tries`` counts the measurements.
     """
 
     source: End
     target: End
     problem: str
     meeting_problem: str | None = None
-    local: str | None = None  # the source address
     port: int | None = None
     seconds: float = 0.0
     figures: Figures | None = None
     tries: int = 0
-    dropped: int = 0
 
     @property
     def places(self) -> tuple[int, int]:
@@ -103,3 +106,77 @@ class Link:
 def by_places(links: Sequence[Link]) -> dict[tuple[int, int], Link]:
     """Return the links by the places of their ends."""
     return {link.places: link for link in links}
+
+
+# ---- requests and answers
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True):
+    """Open ports for other hosts. ``port`` is as in ``--port`` and opened only if ``meeting``."""
+
+    nonce: str
+    address: str | None = None
+    meeting: bool = False
+    port: int | None = None
+    for_s: float = 600.0
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """An interface as the host reports it; one that is up may still have no carrier."""
+
+    name: str
+    up: bool
+    connected: bool
+    mtu_bytes: int | None
+    networks: tuple[str, ...]  # one per address: 10.0.0.1/24
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """The open ports; ``meeting_port`` is None if it is not open."""
+
+    port: int
+    addresses: tuple[protocol.Address, ...]
+    interfaces: tuple[Interface, ...]
+    given_out_ports: tuple[int, int] = USUAL_PORTS
+    meeting_port: int | None = None
+    meeting_reason: str = ""
+    meeting_trouble: protocol.Trouble | None = None
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A port of a host to call."""
+
+    address: str
+    port: int
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """Call these targets: in parallel to test connections, or one after the other to measure."""
+
+    nonce: str
+    targets: tuple[Target, ...]
+    timeout_s: float = 5.0
+    measure: bool = False
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one call; ``there`` and ``back`` are the figures of the two directions."""
+
+    problem: Problem
+    seconds: float
+    there: Figures | None = None
+    back: Figures | None = None
+
+
+class Called(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of the calls, in the order of the targets."""
+
+    results: tuple[Result, ...]
+
+
+def read_message(kind: type[Message], argument: Mapping[str, Any] | Any) -> Message:
+    """Convert JSON to a message of this type; raise ``MusterError`` if it is not one."""
+    try:
+        return msgspec.convert(argument, kind)
+    except msgspec.ValidationError as error:
+        raise MusterError(f"not {kind.__name__}: {error}") from error

@@ -1,7 +1,7 @@
 """The ports that a host opens for link measurements: the verbs ``serve`` and ``close``.
 
-An ephemeral TCP port at every reachable address; on the first host also the rendezvous port. Callers must know the nonce, requests are limited in size, and all ports close
-after a timeout.
+An ephemeral TCP port at every reachable address; on the first host also the rendezvous port.
+Callers must know the nonce, requests are limited in size, and all ports close after a timeout.
 """
 
 import asyncio
@@ -11,17 +11,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from torchmuster.diagnose.links import transfer
-from torchmuster.diagnose.links.messages import (
-    Interface,
-    Serve,
-    Served,
-    encode_message,
-    read_message,
-)
-from torchmuster.diagnose.links.model import USUAL_PORTS
+from torchmuster.diagnose.links.model import USUAL_PORTS, Interface, Serve, Served, read_message
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.network import listening
@@ -94,11 +88,9 @@ class Service:
             message = await transfer.read_exactly(connection, transfer.PING_BYTES)
             await loop.sock_sendall(connection, message)
         elif verb == transfer.TAKE:
-            received = await transfer.receive_blocks(connection, count, self._block)
-            await loop.sock_sendall(connection, received.packed())
+            await transfer.receive_blocks(connection, count, self._block)
         elif verb == transfer.GIVE:
-            sent = await transfer.send_blocks(connection, count, self._block)
-            await loop.sock_sendall(connection, sent.packed())
+            await transfer.send_blocks(connection, count, self._block)
         else:
             raise ConnectionError("unknown request")
 
@@ -116,7 +108,7 @@ async def open_service(argument: Any) -> Any:
         min(request.for_s, _MOST_S), _close_later, request.nonce
     )
     _open[request.nonce] = service, timer
-    return encode_message(served)
+    return msgspec.to_builtins(served)
 
 
 async def close_service(argument: Any) -> None:
@@ -140,17 +132,18 @@ def interfaces_here() -> tuple[Interface, ...]:
         addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     except OSError:
         return ()
-    return tuple(
-        Interface(
+    interfaces = []
+    for name, state in states.items():
+        networks = [_network(item) for item in addresses.get(name, ())]
+        interface = Interface(
             name=name,
-            up=_flag(states[name], "up"),
-            connected=_flag(states[name], "running"),
-            mtu_bytes=states[name].mtu or None,
-            speed_mbits=states[name].speed or None,
-            networks=tuple(filter(None, (_network(item) for item in addresses.get(name, ())))),
+            up=_flag(state, "up"),
+            connected=_flag(state, "running"),
+            mtu_bytes=state.mtu or None,
+            networks=tuple(network for network in networks if network is not None),
         )
-        for name in states
-    )
+        interfaces.append(interface)
+    return tuple(interfaces)
 
 
 def _flag(state: Any, name: str) -> bool:
@@ -162,12 +155,11 @@ def _flag(state: Any, name: str) -> bool:
 def _network(item: Any) -> str | None:
     if item.family not in (socket.AF_INET, socket.AF_INET6) or not item.netmask:
         return None
-    address = item.address.partition("%")[0]
+    mask = item.netmask
     try:
         if item.family == socket.AF_INET6:  # ipaddress does not parse IPv6 netmasks
-            length = bin(int(ipaddress.IPv6Address(item.netmask.partition("/")[0]))).count("1")
-            return str(ipaddress.ip_interface(f"{address}/{length}"))
-        return str(ipaddress.ip_interface(f"{address}/{item.netmask}"))
+            mask = int(ipaddress.IPv6Address(mask.partition("/")[0])).bit_count()
+        return str(ipaddress.ip_interface(f"{item.address.partition('%')[0]}/{mask}"))
     except ValueError:
         return None
 

@@ -1,13 +1,11 @@
 """Data over a TCP connection between two hosts: small messages and bulk transfers of known bytes."""
 
 import asyncio
-import contextlib
 import random
 import socket
 import struct
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 PING, TAKE, GIVE = b"p", b"t", b"g"
 HEADER = struct.Struct("!cQ")
@@ -15,28 +13,15 @@ PING_BYTES = 64
 BLOCK_BYTES = 256 * 1024
 # Upper limit of a transfer, whatever a caller requests.
 MOST_BYTES = 64 * 1024 * 1024
-_REPORT = struct.Struct("!ddQ")
-REPORT_BYTES = _REPORT.size
-_SCHEDULING = Path("/proc/thread-self/schedstat")
+REPORT = struct.Struct("!dQ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The result of a bulk transfer at one end."""
+    """The result of a bulk transfer at its receiver."""
 
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    wrong_bytes: int = 0
-
-    def packed(self) -> bytes:
-        """Return it as bytes for the other end."""
-        return _REPORT.pack(self.seconds, self.waited_s, self.wrong_bytes)
-
-
-def unpacked(data: bytes) -> Transfer:
-    """Parse the other end's report of a transfer."""
-    seconds, waited_s, wrong_bytes = _REPORT.unpack(data)
-    return Transfer(seconds=seconds, waited_s=waited_s, wrong_bytes=wrong_bytes)
+    seconds: float
+    wrong_bytes: int
 
 
 def block_of(nonce: str) -> bytes:
@@ -57,21 +42,21 @@ async def read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def send_blocks(sock: socket.socket, count: int, block: bytes) -> Transfer:
-    """Send ``count`` bytes of data."""
+    """Send ``count`` bytes of data; return the receiver's report."""
     loop = asyncio.get_running_loop()
-    began, waited = time.monotonic(), _waited_s()
     left = count
     while left:
         piece = block[: min(left, BLOCK_BYTES)]
         await loop.sock_sendall(sock, piece)
         left -= len(piece)
-    return Transfer(seconds=time.monotonic() - began, waited_s=_waited_s() - waited)
+    seconds, wrong = REPORT.unpack(await read_exactly(sock, REPORT.size))
+    return Transfer(seconds=seconds, wrong_bytes=wrong)
 
 
 async def receive_blocks(sock: socket.socket, count: int, block: bytes) -> Transfer:
-    """Receive ``count`` bytes of data, and compare each with what was sent."""
+    """Receive ``count`` bytes of data, compare each with what was sent, and report the result."""
     loop = asyncio.get_running_loop()
-    began, waited = time.monotonic(), _waited_s()
+    began = time.monotonic()
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
     received = wrong = 0
@@ -86,13 +71,6 @@ async def receive_blocks(sock: socket.socket, count: int, block: bytes) -> Trans
             for byte, expected_byte in zip(buffer[:size], expected, strict=True):
                 wrong += byte != expected_byte
         received += size
-    return Transfer(
-        seconds=time.monotonic() - began, waited_s=_waited_s() - waited, wrong_bytes=wrong
-    )
-
-
-def _waited_s() -> float:
-    """Return how long this thread has waited for a CPU while runnable; 0 if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(_SCHEDULING.read_text(encoding="ascii").split()[1]) / 1e9
-    return 0.0
+    seconds = time.monotonic() - began
+    await loop.sock_sendall(sock, REPORT.pack(seconds, wrong))
+    return Transfer(seconds=seconds, wrong_bytes=wrong)

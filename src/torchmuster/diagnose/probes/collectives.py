@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from torchmuster.devices import snapshot
-from torchmuster.devices.readers.cpu import PROC, SYS, cgroup_folders, usable_cores
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
 from torchmuster.diagnose.probes.exact_values import Seat, all_reduce, wait_for_device
 from torchmuster.diagnose.probes.in_time import Absent, Hangs, RankBarrier, in_time
@@ -40,6 +38,8 @@ _ARRIVALS = 5
 _MEASURED_AGAIN = 2
 _SUSPICIOUS = 0.75  # of the fastest device of the same model
 
+Changes = dict[str, Any]  # fields of the record that a stage fills
+
 
 def device_health(uuid: str | None) -> Health:
     """Return temperature and throttling of a GPU, by its UUID; empty for a CPU."""
@@ -49,43 +49,9 @@ def device_health(uuid: str | None) -> Health:
         if uuid in device.uuid:
             return Health(
                 temperature_c=device.temperature_c,
-                slowdown_temperature_c=device.slowdown_temperature_c,
                 throttled_by=device.throttled_by,
             )
     return Health()
-
-
-class Quota:
-    """How often the kernel throttled this process's cgroups since this object was created."""
-
-    def __init__(self, proc_root: Path = PROC, sys_root: Path = SYS) -> None:
-        self._folders = list(cgroup_folders("cpu", proc_root, sys_root))
-        self._before = [_periods(folder) for folder in self._folders]
-
-    def held_back(self) -> float | None:
-        """Return the largest share of throttled periods; None if there is no quota."""
-        shares = [
-            (after[1] - before[1]) / (after[0] - before[0])
-            for before, after in zip(self._before, map(_periods, self._folders), strict=True)
-            if before and after and after[0] > before[0]
-        ]
-        return max(shares, default=None)
-
-
-def _periods(folder: Path) -> tuple[int, int] | None:
-    """Return the number of periods of a quota, and of those in which it was used up."""
-    try:
-        text = (folder / "cpu.stat").read_text(encoding="ascii")
-    except OSError:
-        return None
-    counts = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
-    try:
-        return int(counts["nr_periods"]), int(counts["nr_throttled"])
-    except (KeyError, ValueError):
-        return None
-
-
-Changes = dict[str, Any]  # fields of the record that a stage fills
 
 
 def main() -> int:
@@ -120,13 +86,13 @@ def main() -> int:
         accelerator=process_group.backend_facts().accelerator,
     )
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
-    record = _Course(record, together, group.device).run()
+    record = _Stages(record, together, group.device).run()
     _say(_changed(record, stage="end", ended=True))
     _end(record, together)
     return 0
 
 
-class _Course:
+class _Stages:
     """Runs the stages in order, and stops at the first that fails."""
 
     def __init__(self, record: RankRecord, together: RankBarrier, device: torch.device) -> None:
@@ -191,20 +157,13 @@ class _Course:
         return tuple(rank for rank, count in enumerate(of_all) if count < max(of_all))
 
     def _devices(self) -> Changes:
-        quota = Quota()
         matmuls = matmul.check_matmuls(self._device)
         for again in range(_MEASURED_AGAIN):
             # Another process may have interfered; slow ranks measure again while the others pause.
             fastest = self._fastest_alike(f"speeds {again}", matmuls[0].flops_per_s)
             if matmuls[0].flops_per_s < _SUSPICIOUS * fastest:
                 matmuls = matmul.better_matmul(matmul.check_matmuls(self._device), matmuls)
-        seen = device_health(self._record.device_uuid)
-        return {
-            "matmuls": matmuls,
-            "health": msgspec.structs.replace(
-                seen, held_back=quota.held_back(), cores=usable_cores().reason
-            ),
-        }
+        return {"matmuls": matmuls, "health": device_health(self._record.device_uuid)}
 
     def _fastest_alike(self, name: str, flops_per_s: float) -> float:
         """Return the best speed among devices of the same model."""
@@ -273,8 +232,6 @@ def _end(record: RankRecord, together: RankBarrier) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from torchmuster.devices import snapshot
-
     return snapshot.take_snapshot().cpu.name
 
 

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from torchmuster.diagnose.links.model import End, Figures, Link
 
 GOOD = Figures(
     bytes_per_s=1.1e9,
-    round_trips_s=(0.0001, 0.0002, 0.0003),
+    round_trip_s=0.0001,
 )
 
 
@@ -20,7 +22,6 @@ def end(place: int, **changed: Any) -> End:
         interface="eth0",
         network="10.0.0.0/24",
         mtu_bytes=1500,
-        speed_mbits=10_000,
         meeting_port=29400 if place == 0 else None,
     )
     return replace(known, **changed)
@@ -37,7 +38,6 @@ class Group:
                 target=other,
                 problem="",
                 meeting_problem="" if other.place == 0 else None,
-                local=one.address,
                 port=40000,
                 figures=GOOD,
                 tries=1,
@@ -52,7 +52,7 @@ class Group:
         return self
 
     def figures(self, source: int, target: int, **changed: Any) -> "Group":
-        return self.change(source, target, figures=replace(GOOD, **changed))
+        return self.change(source, target, figures=msgspec.structs.replace(GOOD, **changed))
 
     def both(self, one: int, other: int, **changed: Any) -> "Group":
         return self.figures(one, other, **changed).figures(other, one, **changed)

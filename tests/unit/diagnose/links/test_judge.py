@@ -1,17 +1,17 @@
 """What is said about links, of groups that do not exist: the fault, the direction, whom to blame."""
 
 import re
-import statistics
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.diagnose.links import quality
+from torchmuster.diagnose.links import judge
 from torchmuster.diagnose.links.judge import judge_links
-from torchmuster.diagnose.links.model import NOT_TRIED
+from torchmuster.diagnose.links.model import Problem
 from torchmuster.finding import Finding, Status
 from unit.diagnose.links.made_up import GOOD, Group
 
@@ -31,7 +31,7 @@ def the_only(group: Group) -> Finding:
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_good_links_are_not_worth_a_word(count: int) -> None:
     assert judge_links(Group(count).links) == []
-    assert quality.suspects(Group(count).links) == []
+    assert judge.suspects(Group(count).links) == []
 
 
 def test_nothing_is_said_of_no_links() -> None:
@@ -189,7 +189,7 @@ def test_gloo_does_not_need_the_direction_that_it_does_not_use() -> None:
 def test_what_could_not_be_tried_is_said_unless_it_is_explained(
     snapshot: SnapshotAssertion,
 ) -> None:
-    group = Group(3).change(1, 0, problem=NOT_TRIED).change(1, 2, problem=NOT_TRIED)
+    group = Group(3).change(1, 0, problem=Problem.NOT_TRIED).change(1, 2, problem=Problem.NOT_TRIED)
     found = the_only(group)
     assert found.name == "links-not-tried"
     assert found.status is Status.WARNING
@@ -268,26 +268,17 @@ def test_a_slower_link_among_fast_ones_is_slow_and_among_its_like_it_is_not() ->
     assert judge_links(group.links) == []
 
 
-def test_a_busy_machine_does_not_make_a_link_slow() -> None:
-    assert judge_links(Group(2).both(0, 1, bytes_per_s=60e6, waited_share=0.8).links) == []
-    assert judge_links(Group(3).both(0, 1, bytes_per_s=150e6, waited_share=0.6).links) == []
-    # On a slow link it has little to do, and waits in vain.
-    assert len(judge_links(Group(2).both(0, 1, bytes_per_s=12e6, waited_share=0.6).links)) == 1
-
-
 def test_a_long_way(snapshot: SnapshotAssertion) -> None:
-    found = the_only(Group(2).both(0, 1, round_trips_s=(0.1, 0.11, 0.3), bytes_per_s=1e5))
+    found = the_only(Group(2).both(0, 1, round_trip_s=0.1, bytes_per_s=1e5))
     assert found.name == "high-latency"
     assert "100 ms" in found.what
     assert found == snapshot
-    # A moment's delay is not the link's.
-    assert judge_links(Group(2).both(0, 1, round_trips_s=(0.0002, 0.4, 0.5)).links) == []
 
 
 def test_a_longer_way_than_the_others() -> None:
-    found = the_only(Group(4).both(0, 3, round_trips_s=(0.002,)))
+    found = the_only(Group(4).both(0, 3, round_trip_s=0.002))
     assert (found.name, named(found)) == ("high-latency", {"node1", "node4"})
-    assert "2.0 ms" in found.what
+    assert "2 ms" in found.what
 
 
 STALL = {"stalled": True, "bytes_per_s": None}
@@ -299,7 +290,7 @@ def test_large_transfers_that_stall(snapshot: SnapshotAssertion) -> None:
     assert (found.name, found.status) == ("stalled-link", Status.FAILURE)
     assert found.fix.count("ip link set dev eth0 mtu 1500") == 2
     assert found == snapshot
-    assert quality.suspects(group.links) == [(0, 1)]
+    assert judge.suspects(group.links) == [(0, 1)]
 
 
 def test_only_the_end_with_large_frames_is_changed() -> None:
@@ -320,37 +311,28 @@ def test_changed_data_is_a_failure_before_all_else(snapshot: SnapshotAssertion) 
     assert found == snapshot
 
 
-def test_a_link_that_comes_and_goes(snapshot: SnapshotAssertion) -> None:
-    found = the_only(Group(2).change(0, 1, dropped=1, tries=3).change(1, 0, dropped=1, tries=3))
-    assert found.name == "flapping-link"
-    assert "1 of 3 tries" in found.evidence
-    assert found == snapshot(name="dropped")
-    found = the_only(Group(2).change(0, 1, figures=None, tries=3).change(1, 0, tries=3))
-    assert found.name == "flapping-link"
-    assert found == snapshot(name="never measured")
+def test_a_link_that_cannot_be_measured_stalls() -> None:
+    group = Group(2).change(0, 1, figures=None, tries=3)
+    found = the_only(group.change(1, 0, figures=None, tries=3))
+    assert found.name == "stalled-link"
+    assert "could not be measured in 3 tries" in found.evidence
 
 
-def test_only_what_may_be_the_moments_fault_is_tried_again() -> None:
-    assert quality.suspects(Group(3).both(0, 2, **SLOW).links) == [(0, 2)]
-    assert quality.suspects(Group(3).both(0, 1, round_trips_s=(0.02,)).links) == [(0, 1)]
-    assert quality.suspects(Group(3).both(0, 1, round_trips_s=(0.1,)).links) == []
+def test_whatever_looks_bad_is_measured_again() -> None:
+    assert judge.suspects(Group(3).both(0, 2, **SLOW).links) == [(0, 2)]
 
 
 # ---- the best of several tries
 
 
 def test_of_several_tries_the_best_counts() -> None:
-    first = replace(GOOD, bytes_per_s=1e6, round_trips_s=(0.5,), stalled=True)
-    best = first.best_with(GOOD)
-    assert best.bytes_per_s == 1.1e9
-    assert best.round_trip_s == 0.0001
-    assert best.median_round_trip_s == statistics.median([0.5, 0.0001, 0.0002, 0.0003])
-    assert not best.stalled
+    first = msgspec.structs.replace(GOOD, bytes_per_s=1e6, round_trip_s=0.5, stalled=True)
+    assert first.best_with(GOOD) == GOOD
 
 
 def test_wrong_bytes_are_never_forgiven() -> None:
-    assert replace(GOOD, wrong_bytes=2).best_with(GOOD).wrong_bytes == 2
-    assert GOOD.best_with(replace(GOOD, wrong_bytes=2)).wrong_bytes == 2
+    assert msgspec.structs.replace(GOOD, wrong_bytes=2).best_with(GOOD).wrong_bytes == 2
+    assert GOOD.best_with(msgspec.structs.replace(GOOD, wrong_bytes=2)).wrong_bytes == 2
 
 
 @given(st.integers(3, 7), st.data())

@@ -58,10 +58,9 @@ def measured(served: Served, **asked: Any) -> Awaitable[Any]:
 def test_both_directions_of_a_good_link_are_measured() -> None:
     (result,) = while_served(measured)["results"]
     assert result["problem"] == ""
-    assert result["local"] == {"address": HERE, "interface": "lo"}
     for figures in (result["there"], result["back"]):
         assert figures["bytes_per_s"] > 1e3  # of which a busy machine may be very slow
-        assert len(figures["round_trips_s"]) >= 5
+        assert figures["round_trip_s"] > 0
         assert (figures["stalled"], figures["wrong_bytes"]) == (False, 0)
 
 
@@ -106,7 +105,7 @@ def test_data_that_stalls_is_told_from_a_link_that_is_gone(
     for figures in (result["there"], result["back"]):
         assert figures["stalled"]
         assert figures["bytes_per_s"] is None
-        assert len(figures["round_trips_s"]) >= 5  # the small messages did pass
+        assert figures["round_trip_s"] > 0  # the small messages did pass
 
 
 def test_a_connection_that_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

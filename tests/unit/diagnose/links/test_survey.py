@@ -2,14 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from torchmuster.diagnose.links.judge import judge_links
-from torchmuster.diagnose.links.messages import Call, Called, Interface, Result, Served, Target
-from torchmuster.diagnose.links.model import Figures, Link
+from torchmuster.diagnose.links.model import (
+    Call,
+    Called,
+    Figures,
+    Interface,
+    Link,
+    Problem,
+    Result,
+    Served,
+    Target,
+)
 from torchmuster.diagnose.links.survey import survey_links
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Status
@@ -22,7 +30,7 @@ Answer = Callable[["MadeUp", Target, Call], Result]
 
 def well(caller: "MadeUp", target: Target, call: Call) -> Result:
     figures = GOOD if call.measure else None
-    return Result(problem="", seconds=0.001, there=figures, back=figures)
+    return Result(problem=Problem.NONE, seconds=0.001, there=figures, back=figures)
 
 
 class MadeUp:
@@ -77,7 +85,6 @@ class MadeUp:
                         up=True,
                         connected=True,
                         mtu_bytes=1500,
-                        speed_mbits=None,
                         networks=(f"{one}/24",),
                     )
                     for number, one in enumerate(self.addresses)
@@ -131,20 +138,23 @@ def test_nobody_is_in_two_measurements_at_once() -> None:
 def test_a_pair_is_measured_by_the_one_that_gets_through() -> None:
     def one_way(caller: MadeUp, target: Target, call: Call) -> Result:
         if caller.place == 0:
-            return Result(problem="refused", seconds=0.0)
-        there, back = replace(GOOD, bytes_per_s=2e9), replace(GOOD, bytes_per_s=3e9)
-        return Result(problem="", seconds=0.0, there=there, back=back)
+            return Result(problem=Problem.REFUSED, seconds=0.0)
+        there, back = (
+            msgspec.structs.replace(GOOD, bytes_per_s=2e9),
+            msgspec.structs.replace(GOOD, bytes_per_s=3e9),
+        )
+        return Result(problem=Problem.NONE, seconds=0.0, there=there, back=back)
 
     links = surveyed([MadeUp(0, one_way), MadeUp(1, one_way)])
     assert links[0, 1].problem == "refused"
-    assert links[1, 0].figures == replace(GOOD, bytes_per_s=2e9)
-    assert links[0, 1].figures == replace(GOOD, bytes_per_s=3e9)
+    assert links[1, 0].figures == msgspec.structs.replace(GOOD, bytes_per_s=2e9)
+    assert links[0, 1].figures == msgspec.structs.replace(GOOD, bytes_per_s=3e9)
 
 
 def test_the_address_is_taken_that_the_others_reach() -> None:
     def second_network(caller: MadeUp, target: Target, call: Call) -> Result:
         if target.address.startswith("192.168."):
-            return Result(problem="absent", seconds=3.0)
+            return Result(problem=Problem.ABSENT, seconds=3.0)
         return well(caller, target, call)
 
     machines = [
@@ -155,14 +165,13 @@ def test_the_address_is_taken_that_the_others_reach() -> None:
     assert {link.target.address for link in links.values()} == {"10.0.0.0", "10.0.0.1", "10.0.0.2"}
     assert links[0, 1].target.interface == "eth1"
     assert links[0, 1].target.network == "10.0.0.0/24"
-    findings = judge_links(list(links.values()))
-    assert {(one.name, one.status) for one in findings} == {("address-passed-over", Status.NOTE)}
+    assert judge_links(list(links.values())) == []
 
 
 def test_a_bridge_that_every_machine_has_is_passed_over_without_a_word() -> None:
     def bridged(caller: MadeUp, target: Target, call: Call) -> Result:
         if target.address == "172.17.0.1":
-            return Result(problem="impostor", seconds=0.0)
+            return Result(problem=Problem.IMPOSTOR, seconds=0.0)
         return well(caller, target, call)
 
     machines = [
@@ -175,7 +184,8 @@ def test_a_bridge_that_every_machine_has_is_passed_over_without_a_word() -> None
 
 def test_where_no_address_is_reached_the_one_with_a_firewall_is_meant() -> None:
     def blocked(caller: MadeUp, target: Target, call: Call) -> Result:
-        problem = "absent" if target.address.startswith("192.168.") else "refused"
+        far = target.address.startswith("192.168.")
+        problem = Problem.ABSENT if far else Problem.REFUSED
         return Result(problem=problem, seconds=0.0)
 
     machines = [
@@ -193,7 +203,7 @@ def test_silence_is_tried_again() -> None:
     def once(caller: MadeUp, target: Target, call: Call) -> Result:
         if not call.measure and target.address not in silent:
             silent.append(target.address)
-            return Result(problem="timeout", seconds=5.0)
+            return Result(problem=Problem.TIMEOUT, seconds=5.0)
         return well(caller, target, call)
 
     links = surveyed([MadeUp(0, once), MadeUp(1, once)])
@@ -207,32 +217,19 @@ def test_what_looks_bad_is_measured_again_and_the_best_try_counts() -> None:
     def better(caller: MadeUp, target: Target, call: Call) -> Result:
         if not call.measure:
             return well(caller, target, call)
-        figures = replace(GOOD, bytes_per_s=next(rates))
-        return Result(problem="", seconds=0.0, there=figures, back=figures)
+        figures = msgspec.structs.replace(GOOD, bytes_per_s=next(rates))
+        return Result(problem=Problem.NONE, seconds=0.0, there=figures, back=figures)
 
     links = surveyed([MadeUp(0, better), MadeUp(1, better)])
     assert links[0, 1].tries == 3
     assert judge_links(list(links.values())) == []
 
 
-def test_a_connection_lost_in_the_middle_is_remembered() -> None:
-    results = iter(["dropped", "", ""])
-
-    def flaps(caller: MadeUp, target: Target, call: Call) -> Result:
-        if call.measure and (problem := next(results)):
-            return Result(problem=problem, seconds=0.0)
-        return well(caller, target, call)
-
-    links = surveyed([MadeUp(0, flaps), MadeUp(1, flaps)])
-    assert (links[0, 1].dropped, links[0, 1].tries) == (1, 3)
-    assert [one.name for one in judge_links(list(links.values()))] == ["flapping-link"]
-
-
 def test_a_measurement_that_took_too_long_once_is_no_fault_of_the_link() -> None:
     results = iter(["timeout", "", ""])
 
     def slow(caller: MadeUp, target: Target, call: Call) -> Result:
-        if call.measure and (problem := next(results)):
+        if call.measure and (problem := Problem(next(results))):
             return Result(problem=problem, seconds=0.0)
         return well(caller, target, call)
 
@@ -248,11 +245,11 @@ def test_a_port_that_has_closed_says_nothing_of_the_link() -> None:
         if not call.measure:
             return well(caller, target, call)
         # What looks bad is measured again, and then nobody listens there.
-        figures = replace(GOOD, bytes_per_s=12e6)
-        return Result(problem=next(results), seconds=0.0, there=figures, back=figures)
+        figures = msgspec.structs.replace(GOOD, bytes_per_s=12e6)
+        return Result(problem=Problem(next(results)), seconds=0.0, there=figures, back=figures)
 
     links = surveyed([MadeUp(0, closed), MadeUp(1, closed)])
-    assert (links[0, 1].dropped, links[0, 1].tries) == (0, 2)
+    assert links[0, 1].tries == 2
     assert [one.name for one in judge_links(list(links.values()))] == ["slow-link"]
 
 
