@@ -25,7 +25,6 @@ from hosts.host import Host
 from hosts.lab import Lab
 from hosts.machine_faults import SilentNameServer, SmallFileSystem
 from nightly import nightly_except
-from torchmuster.diagnose.machine import storage
 from torchmuster.units import MiB
 
 # Looks at the machine it runs on, and prints the name and the fix of what is more than a row in a table.
@@ -60,9 +59,7 @@ def examined(
     words = [sys.executable, "-c", _PROGRAM, subjects, user]
     with tempfile.TemporaryDirectory() as home:  # its own: in /tmp others may have left a .cache
         Path(home).chmod(0o777)  # nobody writes there
-        # Nor what another test of this process may have set: torch does when it compiles.
-        caches = dict.fromkeys(storage.CACHES, "")
-        done = host.run(words, check=True, cwd=cwd, env={"HOME": home, **caches})
+        done = host.run(words, check=True, cwd=cwd, env={"HOME": home})
     return {one["name"]: one for one in json.loads(done.stdout)}
 
 

@@ -23,7 +23,7 @@ def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dic
             {"a": link.a, "b": link.b, "kind": link.short, "lanes": link.lanes}
             for link in node.links
         ],
-        "findings": [one.as_json() for one in (*node.findings, *shown.findings)],
+        "findings": [finding.as_json() for finding in (*node.findings, *shown.findings)],
     }
 
 

@@ -16,12 +16,12 @@ def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> De
     shown = visible(node.accelerators, environment)
     text = str(gpu_id).strip()
     matches = [
-        one
-        for one in node.accelerators
-        if text == one.uuid or (text == one.number and one.kind is node.main_kind)
+        device
+        for device in node.accelerators
+        if text == device.uuid or (text == device.number and device.kind is node.main_kind)
     ]
     if not matches and "-" in text:
-        matches = [one for one in node.accelerators if one.uuid.startswith(text)]
+        matches = [device for device in node.accelerators if device.uuid.startswith(text)]
     if len(matches) == 1 and matches[0] in shown.devices:
         return matches[0]
     if len(matches) == 1:
@@ -29,10 +29,10 @@ def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> De
     if matches:
         raise NoSuchDevice(
             f"GPU id {text!r} is not unique",
-            why="it could be: " + ", ".join(one.uuid for one in matches),
+            why="it could be: " + ", ".join(device.uuid for device in matches),
             fix="give more of the UUID",
         )
-    have = ", ".join(one.number for one in shown.devices if one.kind is node.main_kind)
+    have = ", ".join(device.number for device in shown.devices if device.kind is node.main_kind)
     raise NoSuchDevice(
         f"there is no GPU {text} on {node.hostname}",
         why=f"the visible GPUs are: {have}" if have else "no GPU is visible here",
@@ -53,7 +53,7 @@ def rocm_uuid(torch_uuid: str) -> str | None:
 
 
 def _unusable(device: Device, shown: Visible) -> NoSuchDevice:
-    slices = [one.number for one in shown.devices if one.parent_uuid == device.uuid]
+    slices = [item.number for item in shown.devices if item.parent_uuid == device.uuid]
     if device.uuid in shown.hidden_by and not slices:
         return NoSuchDevice(
             f"{device.label} is hidden from this process",
@@ -76,22 +76,24 @@ def device_candidates(
     if request.ids is None:
         shown = visible(node.accelerators, environment).devices
         return tuple(
-            one for one in shown if one.kind is node.main_kind and (alone or one.mig_index is None)
+            device
+            for device in shown
+            if device.kind is node.main_kind and (alone or device.mig_index is None)
         )
-    named = tuple(find_device(node, one, environment) for one in request.ids)
-    if len({one.uuid for one in named}) < len(named):
+    named = tuple(find_device(node, gpu_id, environment) for gpu_id in request.ids)
+    if len({device.uuid for device in named}) < len(named):
         raise NoSuchDevice(
             f"{request} requested, but one GPU is listed twice",
             why="each process needs its own GPU",
             fix="remove the duplicate",
         )
-    if len({one.kind for one in named}) > 1:
+    if len({device.kind for device in named}) > 1:
         raise NoSuchDevice(
             f"{request} requested, but they are of different vendors",
             why="a torch build supports GPUs of one vendor, so no program can use them together",
             fix="name GPUs of one vendor",
         )
-    if len(named) > 1 and not alone and any(one.mig_index is not None for one in named):
+    if len(named) > 1 and not alone and any(device.mig_index is not None for device in named):
         raise NoSuchDevice(
             f"{request} requested, but they cannot be used together",
             why="a CUDA process sees at most one MIG slice, and no other GPU with it",

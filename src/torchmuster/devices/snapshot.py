@@ -150,7 +150,7 @@ def _stray_contexts(node: Node) -> Iterator[Finding]:
     This is typical of ranks that used CUDA before choosing their device.
     """
     # A MIG parent repeats the processes of its slices.
-    whole = [one for one in node.accelerators if not one.mig_enabled]
+    whole = [device for device in node.accelerators if not device.mig_enabled]
     homes: dict[int, list[Device]] = {}
     for device in whole:
         for process in device.compute_processes:
@@ -190,7 +190,7 @@ def orphans_of(node: Node) -> Iterator[Finding]:
             ):
                 held.setdefault(process.pid, []).append(device)
     for pid, devices in held.items():
-        process = next(one for one in devices[0].compute_processes if one.pid == pid)
+        process = next(process for process in devices[0].compute_processes if process.pid == pid)
         size = sum(_memory_on(device, pid) for device in devices)
         user = process.user or "an unknown user"
         is_own = process.user == processes.user_of_this_process()
@@ -205,7 +205,9 @@ def orphans_of(node: Node) -> Iterator[Finding]:
 
 
 def _memory_on(device: Device, pid: int) -> int:
-    return next((one.memory_bytes or 0 for one in device.compute_processes if one.pid == pid), 0)
+    return next(
+        (process.memory_bytes or 0 for process in device.compute_processes if process.pid == pid), 0
+    )
 
 
 def _memory_errors(device: Device) -> Iterator[Finding]:

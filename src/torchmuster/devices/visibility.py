@@ -40,7 +40,9 @@ def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> Visibl
     hidden_by: dict[str, str] = {}
     findings: list[Finding] = []
     for kind in dict.fromkeys(device.kind for device in devices):
-        left = sorted((one for one in devices if one.kind is kind), key=lambda one: one.place)
+        left = sorted(
+            (device for device in devices if device.kind is kind), key=lambda device: device.place
+        )
         for alternatives in STAGES.get(kind, ()):
             variable = next((name for name in alternatives if name in environment), None)
             if variable is None:
@@ -48,14 +50,16 @@ def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> Visibl
             text = environment[variable]
             restriction = f"{variable}={text}" if text else f'{variable}=""'
             chosen, problem = _PARSERS[kind](text, left)
-            hidden_by |= {one.uuid: restriction for one in left if one not in chosen}
+            hidden_by |= {device.uuid: restriction for device in left if device not in chosen}
             if problem and text not in _NO_DEVICE:
                 findings.append(_ignored(restriction, problem, chosen))
             elif kind is DeviceKind.CUDA and _order_is_ambiguous(text, left, environment):
                 findings.append(_ambiguous(restriction, chosen))
             left = chosen
         # A GPU in MIG mode computes only through its slices.
-        seen += [one for one in left if one.mig_index is not None or not one.mig_enabled]
+        seen += [
+            device for device in left if device.mig_index is not None or not device.mig_enabled
+        ]
     return Visible(devices=tuple(seen), hidden_by=hidden_by, findings=tuple(findings))
 
 
@@ -93,9 +97,9 @@ def _parse_cuda(text: str, family: Sequence[Device]) -> _Parsed:
 
 def _only_slice(chosen: Sequence[Device], family: Sequence[Device]) -> Device | None:
     """Return the slice that CUDA uses: the first one named, else the first of a named GPU."""
-    parents = [one.uuid for one in chosen if one.mig_enabled and one.mig_index is None]
-    named = [one for one in chosen if one.mig_index is not None]
-    implied = [one for uuid in parents for one in family if one.parent_uuid == uuid]
+    parents = [device.uuid for device in chosen if device.mig_enabled and device.mig_index is None]
+    named = [device for device in chosen if device.mig_index is not None]
+    implied = [device for uuid in parents for device in family if device.parent_uuid == uuid]
     return next(iter([*named, *implied]), None)
 
 
@@ -104,7 +108,7 @@ def _parse_rocm(text: str, family: Sequence[Device]) -> _Parsed:
     for item in text.split(",") if text else []:
         name = item.strip().lower()
         if name.startswith("gpu-"):
-            matches = [one for one in family if one.uuid.lower().startswith(name)]
+            matches = [device for device in family if device.uuid.lower().startswith(name)]
         else:
             matches = _by_number(int(name), family) if name.isdecimal() else []
         if len(matches) != 1:
@@ -139,12 +143,12 @@ def _number(item: str) -> int | None:
 
 
 def _by_number(number: int, family: Sequence[Device]) -> list[Device]:
-    return [one for one in family if one.mig_index is None][number : number + 1]
+    return [device for device in family if device.mig_index is None][number : number + 1]
 
 
 def _by_uuid(name: str, family: Sequence[Device]) -> list[Device]:
-    exact = [one for one in family if one.uuid == name]
-    return exact or [one for one in family if one.uuid.startswith(name)]
+    exact = [device for device in family if device.uuid == name]
+    return exact or [device for device in family if device.uuid.startswith(name)]
 
 
 def _stops_at(item: str, why: str) -> str:
@@ -176,7 +180,7 @@ def variables_for(devices: Sequence[Device]) -> dict[str, str | None]:
 
 
 def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Finding:
-    left = ", ".join(one.label for one in chosen) or "no GPU"
+    left = ", ".join(device.label for device in chosen) or "no GPU"
     return Finding(
         name="visible-devices-partly-ignored",
         status=Status.WARNING,
@@ -193,17 +197,17 @@ def _order_is_ambiguous(
     return (
         bool(re.match(r"\s*\d", text))
         and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-        and len({one.name for one in family if one.mig_index is None}) > 1
+        and len({device.name for device in family if device.mig_index is None}) > 1
     )
 
 
 def _ambiguous(restriction: str, chosen: Sequence[Device]) -> Finding:
-    names = ", ".join(f"{one.label} ({one.name})" for one in chosen)
+    names = ", ".join(f"{device.label} ({device.name})" for device in chosen)
     return Finding(
         name="visible-devices-order",
         status=Status.WARNING,
         what=f"Muster reads {restriction} as nvidia-smi's indices: {names}",
         why="these GPUs differ, and CUDA's default order is fastest first, so a program started "
         "without Muster may get other GPUs for the same indices",
-        fix="export CUDA_VISIBLE_DEVICES=" + ",".join(one.uuid for one in chosen),
+        fix="export CUDA_VISIBLE_DEVICES=" + ",".join(device.uuid for device in chosen),
     )

@@ -41,7 +41,7 @@ class DevicesSilent(Exception):
 def _package_folders() -> tuple[Path, ...]:
     """Return Python's search path for packages, without the working folder."""
     here = Path.cwd()
-    return tuple(Path(one) for one in sys.path if one and Path(one) != here)
+    return tuple(Path(item) for item in sys.path if item and Path(item) != here)
 
 
 def once(take: Callable[[], Node], *, within_s: float = LOOK_WITHIN_S) -> Callable[[], Node]:

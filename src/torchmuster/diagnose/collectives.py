@@ -56,11 +56,11 @@ def _share(record: RankRecord, records: Sequence[RankRecord]) -> float | None:
     """Return a device's speed relative to others of its model, if it is slow; else None."""
     for own in record.matmuls:
         others = [
-            one.flops_per_s
+            matmul.flops_per_s
             for other in records
             if other.rank != record.rank and other.device_name == record.device_name
-            for one in other.matmuls
-            if one.precision == own.precision
+            for matmul in other.matmuls
+            if matmul.precision == own.precision
         ]
         if others and own.flops_per_s < _SLOW_DEVICE * statistics.median(others):
             return own.flops_per_s / statistics.median(others)
@@ -84,7 +84,8 @@ def _slow(subject: str, name: str, guilty: Sequence[RankRecord], share: float) -
         evidence="\n".join(
             f"rank {record.rank}, {record.device_name}: "
             + ", ".join(
-                f"{one.flops_per_s / 1e9:,.0f} GFLOP/s {one.precision}" for one in record.matmuls
+                f"{matmul.flops_per_s / 1e9:,.0f} GFLOP/s {matmul.precision}"
+                for matmul in record.matmuls
             )
             for record in guilty[:_SLOW_SHOWN]
         ),
@@ -191,7 +192,7 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
     others = statistics.median(wait for rank, wait in waits.items() if rank != last)
     late_s = others - waits[last]
     if late_s > _LATE_S:
-        record = next(one for one in records if one.rank == last)
+        record = next(record for record in records if record.rank == last)
         yield Finding(
             name="late-rank",
             status=Status.WARNING,
@@ -222,22 +223,29 @@ def judge_collectives(
 
 def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
     """Yield one finding for a hang: the ranks that the others wait for, and the stage."""
-    waiting = [one for one in records if one.trouble and one.trouble.problem in ("absent", "hangs")]
-    silent = [one for one in records if not one.ended and not one.trouble]
+    waiting = [
+        record
+        for record in records
+        if record.trouble and record.trouble.problem in ("absent", "hangs")
+    ]
+    silent = [record for record in records if not record.ended and not record.trouble]
     size = records[0].world_size if records else 0
     unheard = sorted(set(range(size)) - {record.rank for record in records})
     if not waiting and not silent and not unheard:
         return
     stage = min(
-        (one.trouble.stage if one.trouble else one.stage for one in (*waiting, *silent)),
+        (
+            record.trouble.stage if record.trouble else record.stage
+            for record in (*waiting, *silent)
+        ),
         key=lambda name: list(_STAGES).index(name) if name in _STAGES else len(_STAGES),
         default="group",
     )
     votes: Counter[int] = Counter()
-    for one in waiting:
-        assert one.trouble is not None
-        votes.update(one.trouble.ranks)
-    missing = sorted({*unheard, *(one.rank for one in silent), *votes})
+    for item in waiting:
+        assert item.trouble is not None
+        votes.update(item.trouble.ranks)
+    missing = sorted({*unheard, *(record.rank for record in silent), *votes})
     by_rank = {record.rank: record for record in records}
     names = [by_rank[rank].where if rank in by_rank else f"rank {rank}" for rank in missing]
     hosts = sorted({by_rank[rank].host for rank in missing if rank in by_rank})
@@ -257,16 +265,16 @@ def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
         if hosts
         else "check the links between the hosts: muster check names the blocked ones",
         evidence=", ".join(
-            f"rank {one.rank}: {one.trouble.problem} in {one.trouble.stage}"
-            for one in waiting[:_SHOWN]
-            if one.trouble
+            f"rank {record.rank}: {record.trouble.problem} in {record.trouble.stage}"
+            for record in waiting[:_SHOWN]
+            if record.trouble
         ),
         hosts=tuple(hosts),
     )
 
 
 def _errors(records: Sequence[RankRecord]) -> Iterator[Finding]:
-    failed = [one for one in records if one.trouble and one.trouble.problem == "error"]
+    failed = [record for record in records if record.trouble and record.trouble.problem == "error"]
     if not failed:
         return
     first = failed[0]
@@ -279,19 +287,19 @@ def _errors(records: Sequence[RankRecord]) -> Iterator[Finding]:
         why="training would fail in the same way",
         fix="muster doctor --explain 'ERROR TEXT'",
         evidence="\n".join(
-            f"rank {one.rank} on {one.host}: {one.trouble.text}"
-            for one in failed[:_SHOWN]
-            if one.trouble
+            f"rank {record.rank} on {record.host}: {record.trouble.text}"
+            for record in failed[:_SHOWN]
+            if record.trouble
         ),
         hosts=(first.host,),
     )
 
 
 def _backend(records: Sequence[RankRecord]) -> Iterator[Finding]:
-    with_gpu = [one for one in records if one.accelerator and one.backend == "gloo"]
+    with_gpu = [record for record in records if record.accelerator and record.backend == "gloo"]
     if not with_gpu:
         return
-    without = [one for one in records if not one.accelerator and one.backend]
+    without = [record for record in records if not record.accelerator and record.backend]
     yield Finding(
         name="gloo-beside-gpus",
         status=Status.WARNING,

@@ -61,13 +61,13 @@ def problem_of(error: OSError, seconds: float) -> str:
 
 
 def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
-    words = {
+    texts = {
         "refused": f"{address} is up, but no program listens on port {port}, or a firewall rejects "
         "the connection; other ports may work",
         "prohibited": "a firewall on that host or on the path prohibits the connection (ICMP)",
         "absent": "no reply from that address: the host is off, or on another network",
     }
-    return words.get(problem) or meaning_of_errno(problem, timeout_s)
+    return texts.get(problem) or meaning_of_errno(problem, timeout_s)
 
 
 def _fix(problem: str, address: str, port: int) -> str:

@@ -37,8 +37,8 @@ _CHECKED_WITHIN_S = 40.0
 _SHOWN_BY_LINKS = frozenset({"firewall-on"})
 # With these, ranks would only report the same problem again.
 _NO_TORCH = frozenset({"torch-broken", "torch-missing", "module-shadowed"})
-One = TypeVar("One", ConnectedHost, HostProbe)
-Told = TypeVar("Told")
+Subject = TypeVar("Subject", ConnectedHost, HostProbe)
+Answer = TypeVar("Answer")
 # By finding name: if one of the causes was found anywhere, the consequence is not reported.
 _CAUSES: dict[str, frozenset[str]] = {
     # Ranks that wait for a failed rank are a consequence; the failed rank has the cause.
@@ -56,13 +56,13 @@ _CAUSES_THERE: dict[str, frozenset[str]] = {
 def without_consequences(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings without duplicates and without consequences of others."""
     names = {finding.name for finding in findings}
-    kept: dict[tuple[str, str], Finding] = {}
+    causes_only: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         causes = _CAUSES_THERE.get(finding.name, frozenset())
         there = [other for other in findings if other.name in causes and _covers(other, finding)]
         if not there and not names & _CAUSES.get(finding.name, frozenset()):
-            kept.setdefault((finding.name, finding.what), finding)
-    return list(kept.values())
+            causes_only.setdefault((finding.name, finding.what), finding)
+    return list(causes_only.values())
 
 
 def _covers(cause: Finding, finding: Finding) -> bool:
@@ -228,10 +228,10 @@ class GroupCheck:
 
     async def _check_hosts(self, nodes: Sequence[ConnectedHost]) -> list[ConnectedHost]:
         """Check hosts and links; return the hosts that can run ranks."""
-        examiners = [one for _, one in await self._each(nodes, HostProbe.engage)]
+        examiners = [probe for _, probe in await self._each(nodes, HostProbe.engage)]
         under_way: list[str] = []
 
-        async def doing(what: str, work: Awaitable[Told]) -> Told:
+        async def doing(what: str, work: Awaitable[Answer]) -> Answer:
             under_way.append(what)
             try:
                 return await work
@@ -258,11 +258,13 @@ class GroupCheck:
         argument = {"folder": self.spec.folder}
 
         async def examine(examiner: HostProbe) -> list[Finding]:
-            told = await examiner.ask("examine", argument, within_s=_CHECKED_WITHIN_S)
-            return [finding_from_json(one) for check in told for one in check["findings"]]
+            findings: list[Finding] = []
+            for check in await examiner.ask("examine", argument, within_s=_CHECKED_WITHIN_S):
+                findings += map(finding_from_json, check["findings"])
+            return findings
 
-        found = await self._each(examiners, examine)
-        self._of_hosts = {examiner.place: told for examiner, told in found}
+        for examiner, findings in await self._each(examiners, examine):
+            self._of_hosts[examiner.place] = findings
 
     async def _survey(self, examiners: Sequence[HostProbe]) -> None:
         if len(examiners) < 2:
@@ -284,36 +286,36 @@ class GroupCheck:
             differences = from_error(error)
         without = [node for node in nodes if node.record is not None and not node.record.torch]
         if all(self._names_found(node) & _NO_TORCH for node in without):  # reported with the cause
-            differences = [one for one in differences if one.name != "torch-missing"]
+            differences = [finding for finding in differences if finding.name != "torch-missing"]
         self._findings += differences
 
     def _add_host_findings(self) -> None:
         """Add the findings of the hosts' own checks, except those that the links have tested."""
         reached = reached_hosts(self._links)
-        kept: dict[str, list[Finding]] = {}
+        shown: dict[str, list[Finding]] = {}
         for place, findings in self._of_hosts.items():
             hidden = _SHOWN_BY_LINKS if place in reached else frozenset()
             name = self._transport.places[place]
-            kept[name] = [finding for finding in findings if finding.name not in hidden]
-        self._findings += merge_findings(kept, named=self._many)
+            shown[name] = [finding for finding in findings if finding.name not in hidden]
+        self._findings += merge_findings(shown, named=self._many)
 
     async def _each(
-        self, many: Sequence[One], work: Callable[[One], Awaitable[Told]]
-    ) -> list[tuple[One, Told]]:
+        self, subjects: Sequence[Subject], work: Callable[[Subject], Awaitable[Answer]]
+    ) -> list[tuple[Subject, Answer]]:
         """Run ``work`` for all in parallel; a failure becomes a finding and is not returned."""
         done = []
-        found = await asyncio.gather(*map(work, many), return_exceptions=True)
-        for one, told in zip(many, found, strict=True):
-            if isinstance(told, MusterError):
-                refused = isinstance(one, ConnectedHost) and not isinstance(told, MachineLost)
+        answers = await asyncio.gather(*map(work, subjects), return_exceptions=True)
+        for subject, answer in zip(subjects, answers, strict=True):
+            if isinstance(answer, MusterError):
+                refused = isinstance(subject, ConnectedHost) and not isinstance(answer, MachineLost)
                 if self._many and refused:  # by a node agent, which does not know its name here
-                    told.what = f"{one.name}: {told.what}"
-                for finding in from_error(told):
-                    self._findings.append(dataclasses.replace(finding, hosts=(one.name,)))
-            elif isinstance(told, BaseException):
-                raise told
+                    answer.what = f"{subject.name}: {answer.what}"
+                for finding in from_error(answer):
+                    self._findings.append(dataclasses.replace(finding, hosts=(subject.name,)))
+            elif isinstance(answer, BaseException):
+                raise answer
             else:
-                done.append((one, told))
+                done.append((subject, answer))
         return done
 
     # ---- real ranks
@@ -340,14 +342,14 @@ class GroupCheck:
         return bool(node.record and node.record.torch) and not self._names_found(node) & _NO_TORCH
 
     def _names_found(self, node: ConnectedHost) -> set[str]:
-        return {one.name for one in self._of_hosts.get(node.place, ())}
+        return {finding.name for finding in self._of_hosts.get(node.place, ())}
 
     async def _probe(self, nodes: Sequence[ConnectedHost]) -> None:
         probed = await self._run_probe(nodes, {})
         second = None
         if variables := wrong_values.second_try(probed.records):
-            told = " ".join(f"{name}={value}" for name, value in variables.items())
-            self._console.say(f"some values were wrong; running again with {told}")
+            settings = " ".join(f"{name}={value}" for name, value in variables.items())
+            self._console.say(f"some values were wrong; running again with {settings}")
             second = (await self._run_probe(nodes, variables)).records
         self._ranks += probed.records
         self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
@@ -394,7 +396,7 @@ def _machine(name: str, place: int, node: ConnectedHost | None, absent: Finding 
         torch=record.torch,
         torchmuster=record.torchmuster,
         cores=record.cores,
-        addresses=tuple(one.address for one in record.addresses),
+        addresses=tuple(address.address for address in record.addresses),
         clock_offset_s=node.clock_offset_s,
         devices=node.prepared.devices if node.prepared else (),
         ranks=node.prepared.ranks if node.prepared else None,

@@ -25,7 +25,9 @@ class CheckResults:
 def chosen_of(checks: Sequence[Check], system: str, at_most: Cost) -> list[Check]:
     """Return the checks that cost no more than ``at_most`` and apply to this system."""
     return [
-        one for one in checks if one.cost <= at_most and (not one.systems or system in one.systems)
+        check
+        for check in checks
+        if check.cost <= at_most and (not check.systems or system in check.systems)
     ]
 
 
@@ -100,16 +102,16 @@ def _silent(error: DevicesSilent) -> Finding:
 
 def _silence_once(examined: Sequence[CheckResults]) -> list[CheckResults]:
     """Keep a timeout finding that several checks share only with the first of them."""
-    told: set[Finding] = set()
-    kept = []
-    for one in examined:
-        if one.ended:
-            kept.append(one)
+    reported: set[Finding] = set()
+    results = []
+    for result in examined:
+        if result.ended:
+            results.append(result)
             continue
-        fresh = tuple(finding for finding in one.findings if finding not in told)
-        told.update(fresh)
-        kept.append(replace(one, findings=fresh))
-    return kept
+        fresh = tuple(finding for finding in result.findings if finding not in reported)
+        reported.update(fresh)
+        results.append(replace(result, findings=fresh))
+    return results
 
 
 def _given_up(check: Check) -> CheckResults:

@@ -47,11 +47,11 @@ async def run_checks_here(argument: Any) -> list[dict[str, Any]]:
     )
     return [
         {
-            "check": one.check.name,
-            "seconds": one.seconds,
-            "findings": [finding.as_json() for finding in one.findings],
+            "check": result.check.name,
+            "seconds": result.seconds,
+            "findings": [finding.as_json() for finding in result.findings],
         }
-        for one in examined
+        for result in examined
     ]
 
 
@@ -86,11 +86,11 @@ async def _serve() -> None:
 
     async def deal_with(line: bytes) -> None:
         try:
-            said = await answer_request(json.loads(line))
+            reply = await answer_request(json.loads(line))
         except (ValueError, RecursionError) as error:
-            said = _error(None, MusterError(f"not a valid request: {error}"))
+            reply = _error(None, MusterError(f"not a valid request: {error}"))
         async with writing:
-            await asyncio.to_thread(print, json.dumps(said), file=out, flush=True)
+            await asyncio.to_thread(print, json.dumps(reply), file=out, flush=True)
 
     tasks: set[asyncio.Task[None]] = set()
     lines = _lines()

@@ -18,7 +18,7 @@ class ProbeClient:
         self.name = name
         self._send = send
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._gone = ""
 
     async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
@@ -27,7 +27,7 @@ class ProbeClient:
             raise self._lost()
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        self._waiting[number] = answer
         line = json.dumps({"id": number, "verb": verb, "argument": argument})
         try:
             async with asyncio.timeout(within_s):
@@ -39,13 +39,13 @@ class ProbeClient:
                 why=f"the request was {verb!r}; the host is overloaded, or a process on it hangs",
             ) from None
         finally:
-            self._asked.pop(number, None)
+            self._waiting.pop(number, None)
 
     def hear(self, line: str) -> None:
         """Process a line of the probe program."""
         try:
-            said = json.loads(line)
-            answer = self._asked[said["id"]]
+            reply = json.loads(line)
+            answer = self._waiting[reply["id"]]
         except (
             ValueError,
             KeyError,
@@ -55,22 +55,22 @@ class ProbeClient:
             return
         if answer.done():
             return
-        if "error" in said:
-            answer.set_exception(self._error(said["error"]))
+        if "error" in reply:
+            answer.set_exception(self._error(reply["error"]))
         else:
-            answer.set_result(said.get("answer"))
+            answer.set_result(reply.get("answer"))
 
     def end(self, why: str) -> None:
         """Fail all open and later requests: the probe program is gone."""
         self._gone = why
-        for answer in self._asked.values():
+        for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._lost())
 
-    def _error(self, told: Any) -> MusterError:
-        parts = told if isinstance(told, dict) else {}
+    def _error(self, content: Any) -> MusterError:
+        parts = content if isinstance(content, dict) else {}
         what, why, fix = (str(parts.get(name, "")) for name in ("what", "why", "fix"))
-        return MusterError(f"{self.name}: {what or told}", why=why, fix=fix)
+        return MusterError(f"{self.name}: {what or content}", why=why, fix=fix)
 
     def _lost(self) -> MachineLost:
         return MachineLost(f"{self.name} lost its probe program", why=self._gone)

@@ -158,16 +158,16 @@ async def _until_told(attempt: Attempt, ears: ProbeOutput) -> Finding | None:
 def _name(records: Sequence[RankRecord], nodes: Sequence[ConnectedHost]) -> list[RankRecord]:
     """Replace the hosts' own names by the names that the user gave them."""
     return [
-        msgspec.structs.replace(one, host=nodes[one.node].name)
-        if one.node is not None and 0 <= one.node < len(nodes)
-        else one
-        for one in records
+        msgspec.structs.replace(record, host=nodes[record.node].name)
+        if record.node is not None and 0 <= record.node < len(nodes)
+        else record
+        for record in records
     ]
 
 
 def _hangs(nodes: Sequence[ConnectedHost], records: Sequence[RankRecord]) -> Finding:
     world = sum(node.prepared.ranks for node in nodes if node.prepared)
-    ended = {one.rank for one in records if one.ended}
+    ended = {record.rank for record in records if record.ended}
     silent = [f"rank {rank}" for rank in range(world) if rank not in ended]
     return Finding(
         name="probe-hangs",
@@ -175,5 +175,7 @@ def _hangs(nodes: Sequence[ConnectedHost], records: Sequence[RankRecord]) -> Fin
         what=f"the collectives hang: {name_several(silent)} did not finish within {DEADLINE_S:.0f} "
         "s",
         why="a rank that waits in a collective for another one waits forever",
-        evidence="\n".join(f"rank {one.rank} reached stage {one.stage}" for one in records),
+        evidence="\n".join(
+            f"rank {record.rank} reached stage {record.stage}" for record in records
+        ),
     )

@@ -55,7 +55,7 @@ def failing_hosts(result: GroupResult) -> list[str]:
     A failure of one host names it. Of a link that fails, the end with more failures is left out.
     """
     failing = [machine.name for machine in result.machines if machine.missing]
-    failures = [one.hosts for one in result.findings if one.status is Status.FAILURE]
+    failures = [finding.hosts for finding in result.findings if finding.status is Status.FAILURE]
     failing += [hosts[0] for hosts in failures if len(hosts) == 1]
     left = [hosts for hosts in failures if len(hosts) > 1 and not set(hosts) & set(failing)]
     while left:
@@ -70,8 +70,8 @@ def headline(result: GroupResult) -> str:
     """Return the result of a check in a few words."""
     count = len(result.machines)
     who = "this host passes" if count == 1 else f"all {count} hosts pass"
-    failures = sum(one.status is Status.FAILURE for one in result.findings)
-    warnings = sum(one.status is Status.WARNING for one in result.findings)
+    failures = sum(finding.status is Status.FAILURE for finding in result.findings)
+    warnings = sum(finding.status is Status.WARNING for finding in result.findings)
     if failures:
         return f"{failures} {'failure' if failures == 1 else 'failures'} found"
     if warnings:

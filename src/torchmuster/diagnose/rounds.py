@@ -41,7 +41,7 @@ def collective_rounds(count: int) -> list[list[Pair]]:
     met: set[Pair] = set()
     distance = 1
     while distance < count:
-        others = ((one, (one + distance) % count) for one in range(count))
+        others = ((item, (item + distance) % count) for item in range(count))
         links = dict.fromkeys((min(pair), max(pair)) for pair in others)
         rounds += disjoint((pair for pair in links if pair not in met), members=tuple)
         met.update(links)
@@ -56,13 +56,13 @@ def disjoint(
     rounds: list[list[Group]] = []
     busy: list[set[int]] = []
     for group in groups:
-        asked = set(members(group))
+        wanted = set(members(group))
         for chosen, used in zip(rounds, busy, strict=True):
-            if used.isdisjoint(asked):
+            if used.isdisjoint(wanted):
                 chosen.append(group)
-                used |= asked
+                used |= wanted
                 break
         else:
             rounds.append([group])
-            busy.append(asked)
+            busy.append(wanted)
     return rounds

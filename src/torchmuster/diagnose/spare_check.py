@@ -26,5 +26,5 @@ class SpareCheck:
         cost = Cost.SECONDS if whole else Cost.INSTANT
         argument = {"folder": self._folder, "at_most": cost.name}
         within_s = _WHOLE_WITHIN_S if whole else _SHORT_WITHIN_S
-        told = await probe.ask("examine", argument, within_s=within_s)
-        return [finding_from_json(one) for check in told for one in check["findings"]]
+        checks = await probe.ask("examine", argument, within_s=within_s)
+        return [finding_from_json(item) for check in checks for item in check["findings"]]

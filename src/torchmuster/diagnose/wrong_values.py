@@ -104,7 +104,7 @@ def _wrong_values(
     between = "" if alone else " between them"
     why = "known test values arrived changed; in training this would corrupt the model without an error"
     fix = _leave_out(guilty[0])
-    if second and not any(one.trouble or _wrong_operations(one) for one in second):
+    if second and not any(record.trouble or _wrong_operations(record) for record in second):
         why += f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
         fix = f"export {_VARIABLES}\nor {fix}"
     elif second is not None:
@@ -125,7 +125,7 @@ def _wrong_values(
 
 
 def _second_try(second: Sequence[RankRecord]) -> str:
-    if not second or any(one.trouble for one in second):
+    if not second or any(record.trouble for record in second):
         return f"A second try with {_VARIABLES} did not finish"
     return f"{_VARIABLES} does not change this"
 
@@ -144,7 +144,7 @@ def _p2p_wrong(
                     f"rank {pair.peer} to rank {record.rank}: {_count(pair.values)}; "
                     f"{_first(pair.values)}"
                 )
-    cured = second and not any(one.trouble for one in second) and not wrong_pairs(second)
+    cured = second and not any(record.trouble for record in second) and not wrong_pairs(second)
     if cured:
         why = (
             f"with {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
@@ -189,11 +189,11 @@ def _nvidia_uuid(uuid: str) -> str:
 
 
 def _matmul_values(record: RankRecord) -> Values:
-    return sum((one.values for one in record.matmuls), start=Values())
+    return sum((matmul.values for matmul in record.matmuls), start=Values())
 
 
 def _sum_values(record: RankRecord) -> Values:
-    sums = (one.values for one in record.operations if one.name in _SUMS)
+    sums = (operation.values for operation in record.operations if operation.name in _SUMS)
     return sum(sums, start=Values())
 
 
@@ -212,7 +212,7 @@ def _first(values: Values) -> str:
 
 
 def _wrong_operations(record: RankRecord) -> bool:
-    return any(one.values.wrong for one in record.operations)
+    return any(operation.values.wrong for operation in record.operations)
 
 
 def second_try(records: Sequence[RankRecord]) -> Mapping[str, str]:

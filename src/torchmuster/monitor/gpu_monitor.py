@@ -119,7 +119,7 @@ class GPUMonitor:
     def alerts(self) -> list[str]:
         """The active alerts, one sentence each."""
         with self._lock:
-            return [one.summary for one in self._watching.raised]
+            return [item.summary for item in self._watching.raised]
 
     def close(self) -> None:
         """Poll once more, flush, and stop the server; may be called twice."""
@@ -160,8 +160,8 @@ class GPUMonitor:
         with self._lock:
             self._node = dataclasses.replace(node, accelerators=seen)
             news = self._watching.look(self._samples(), time.monotonic())
-        for one in news:
-            self._tell(one)
+        for event in news:
+            self._tell(event)
 
     def _tell(self, news: AlertNews) -> None:
         text = _text_of(news)

@@ -78,7 +78,7 @@ def usable_cores(
     """Return how many cores this process may use, and what limits them."""
     machine = machine_cores or os.cpu_count() or 1
     allowed = max(1, min((allowed_cores or _affinity)(), machine))
-    quota = min(_quotas(proc_root, sys_root), key=lambda one: one.cores, default=None)
+    quota = min(_quotas(proc_root, sys_root), key=lambda quota: quota.cores, default=None)
     if quota is not None:
         granted = max(1, math.ceil(quota.cores))
         if granted < allowed:

@@ -161,8 +161,8 @@ def _memory(handle: Any) -> dict[str, Any]:
 
 def _numa_node(handle: Any) -> int | None:
     """Return the nearest NUMA node, if it is exactly one (the driver gives a bit mask)."""
-    words = pynvml.nvmlDeviceGetMemoryAffinity(handle, 4, pynvml.NVML_AFFINITY_SCOPE_NODE)
-    mask = sum(word << 64 * position for position, word in enumerate(words))
+    masks = pynvml.nvmlDeviceGetMemoryAffinity(handle, 4, pynvml.NVML_AFFINITY_SCOPE_NODE)
+    mask = sum(word << 64 * position for position, word in enumerate(masks))
     return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
 
@@ -208,12 +208,12 @@ def _processes(handle: Any) -> tuple[DeviceProcess, ...]:
     found: dict[int, DeviceProcess] = {}
     # Compute last: a process that does both counts as computing.
     for is_compute, listed in ((False, graphics), (True, compute)):
-        for one in listed:
-            found[one.pid] = DeviceProcess(
-                pid=one.pid,
+        for process in listed:
+            found[process.pid] = DeviceProcess(
+                pid=process.pid,
                 compute=is_compute,
-                memory_bytes=one.usedGpuMemory,
-                utilization_percent=busy.get(one.pid),
+                memory_bytes=process.usedGpuMemory,
+                utilization_percent=busy.get(process.pid),
             )
     return tuple(found[pid] for pid in sorted(found))
 
@@ -240,7 +240,7 @@ def _with_slices(parent: Device, handle: Any) -> list[Device]:
     try:
         found.extend(_read_slices(parent, handle))
     except Unreachable as error:
-        return [dataclasses.replace(one, trouble=str(error)) for one in found]
+        return [dataclasses.replace(device, trouble=str(error)) for device in found]
     return found
 
 
@@ -248,9 +248,10 @@ def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
     """Read the MIG slices of a GPU; each is a separate device."""
     positions = range(ask_nvml(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
     handles = [
-        ask_nvml(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, one) for one in positions
+        ask_nvml(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, position)
+        for position in positions
     ]
-    existing = [one for one in handles if one is not None]
+    existing = [handle for handle in handles if handle is not None]
     for number, slice_handle in enumerate(existing):
         attributes = measure_nvml(pynvml.nvmlDeviceGetAttributes, slice_handle)
         gpu_instance = ask_nvml(pynvml.nvmlDeviceGetGpuInstanceId, slice_handle)
@@ -282,9 +283,9 @@ def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[Devi
     """Return a slice's processes; the parent lists those of all slices with their GPU instance."""
     listed = ask_nvml(_first_supported("Compute"), parent_handle) or ()
     return tuple(
-        DeviceProcess(pid=one.pid, compute=True, memory_bytes=one.usedGpuMemory)
-        for one in listed
-        if getattr(one, "gpuInstanceId", None) == gpu_instance
+        DeviceProcess(pid=process.pid, compute=True, memory_bytes=process.usedGpuMemory)
+        for process in listed
+        if getattr(process, "gpuInstanceId", None) == gpu_instance
     )
 
 

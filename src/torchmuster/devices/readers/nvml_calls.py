@@ -112,14 +112,14 @@ def lost_finding(device: Device) -> Finding:
 
 def read_links(devices: Sequence[Device], handles: Mapping[str, Any]) -> Iterator[Link]:
     """Yield the best link of every pair of whole GPUs that answer."""
-    joined = [one for one in devices if not one.mig_enabled and not one.trouble]
-    lanes = {one.uuid: _count_nvlinks(handles[one.uuid]) for one in joined}
-    gpus = {_bus_key(one.pci_bus_id or "") for one in devices}
+    joined = [device for device in devices if not device.mig_enabled and not device.trouble]
+    lanes = {device.uuid: _count_nvlinks(handles[device.uuid]) for device in joined}
+    gpus = {_bus_key(device.pci_bus_id or "") for device in devices}
     for a, b in itertools.combinations(joined, 2):
         direct = lanes[a.uuid].get(_bus_key(b.pci_bus_id or ""), 0)
         # A common peer that is not a GPU is a switch; a GPU does not forward traffic.
         switches = (lanes[a.uuid].keys() & lanes[b.uuid].keys()) - gpus
-        switched = sum(min(lanes[a.uuid][one], lanes[b.uuid][one]) for one in switches)
+        switched = sum(min(lanes[a.uuid][switch], lanes[b.uuid][switch]) for switch in switches)
         if direct + switched:
             yield Link(a=a.uuid, b=b.uuid, kind=LinkKind.NVLINK, lanes=direct + switched)
             continue

@@ -64,14 +64,14 @@ class XidErrors:
     def added_to(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Return the devices with the errors counted for each so far."""
         with self._turn:
-            if self._set is None and any(one.kind is DeviceKind.CUDA for one in devices):
+            if self._set is None and any(device.kind is DeviceKind.CUDA for device in devices):
                 self._listen()  # the driver was loaded after us
             self._catch_up()
         return tuple(
-            dataclasses.replace(one, xid_errors=tuple(sorted(self._heard[one.uuid].items())))
-            if one.uuid in self._heard
-            else one
-            for one in devices
+            dataclasses.replace(device, xid_errors=tuple(sorted(self._heard[device.uuid].items())))
+            if device.uuid in self._heard
+            else device
+            for device in devices
         )
 
     def _listen(self) -> None:

@@ -129,7 +129,7 @@ def judge_links(links: Sequence[Link], *, both_ways: bool = True) -> list[Findin
     ends = {}
     for link in links:
         ends[link.source.place], ends[link.target.place] = link.source, link.target
-    findings = []
+    findings: list[Finding] = []
     for end in ends.values():
         findings += end.findings
     findings += _blocked_findings(links, both_ways)

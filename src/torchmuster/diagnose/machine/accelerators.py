@@ -32,16 +32,16 @@ def _state(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
     found = [*node.findings, *_prohibited(node), *_slowed(node)]
     yield from found
-    if all(one.status is Status.NOTE for one in found):
+    if all(finding.status is Status.NOTE for finding in found):
         yield Finding(name="accelerators", status=Status.OK, what=words(node))
 
 
 def words(node: Node) -> str:
     """Return a short description of a host's accelerators and their driver."""
-    whole = [one for one in node.accelerators if one.mig_index is None]
+    whole = [device for device in node.accelerators if device.mig_index is None]
     if not whole:
         return "none; runs use the CPU"
-    counts = Counter(one.name for one in whole)
+    counts = Counter(device.name for device in whole)
     text = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
     if node.driver_version:
         text += f"; driver {node.driver_version}"
@@ -85,18 +85,20 @@ def _slowed(node: Node) -> Iterator[Finding]:
 def _health(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
     gpus = [
-        one for one in node.accelerators if one.kind is DeviceKind.CUDA and one.mig_index is None
+        device
+        for device in node.accelerators
+        if device.kind is DeviceKind.CUDA and device.mig_index is None
     ]
     if not gpus:
         return
     health = nvml_health.read_nvml_health()
     found = [
-        *(finding for one in gpus if one.uuid in health for finding in _one(one, health[one.uuid])),
-        *_nvlinks([one for one in gpus if not one.mig_enabled], health),
+        *(finding for gpu in gpus if gpu.uuid in health for finding in _one(gpu, health[gpu.uuid])),
+        *_nvlinks([gpu for gpu in gpus if not gpu.mig_enabled], health),
     ]
     yield from found
-    if all(one.status is Status.NOTE for one in found):
-        lanes = max((sum(one.nvlinks) for one in health.values()), default=0)
+    if all(finding.status is Status.NOTE for finding in found):
+        lanes = max((sum(device.nvlinks) for device in health.values()), default=0)
         joined = f"{lanes} NVLinks up per GPU" if lanes else "no NVLink"
         yield Finding(name="accelerator-links", status=Status.OK, what=joined)
 
@@ -150,23 +152,23 @@ def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
 
 def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:
     """Compare GPUs of one model: no NVLink at all is healthy, fewer links than others is not."""
-    for name in dict.fromkeys(one.name for one in gpus):
-        alike = [one for one in gpus if one.name == name and one.uuid in health]
-        up = {one.uuid: sum(health[one.uuid].nvlinks) for one in alike}
+    for name in dict.fromkeys(gpu.name for gpu in gpus):
+        alike = [gpu for gpu in gpus if gpu.name == name and gpu.uuid in health]
+        up = {device.uuid: sum(health[device.uuid].nvlinks) for device in alike}
         most = max(up.values(), default=0)
         board = bool(_ALWAYS_LINKED.search(name)) and len(alike) > 1
-        down = [one for one in alike if up[one.uuid] < most and (board or up[one.uuid])]
-        for one in down:
+        down = [device for device in alike if up[device.uuid] < most and (board or up[device.uuid])]
+        for item in down:
             yield Finding(
                 name="nvlink-down",
                 status=Status.WARNING,
-                what=f"{one.label} has {up[one.uuid]} of {most} NVLinks up",
+                what=f"{item.label} has {up[item.uuid]} of {most} NVLinks up",
                 why="other GPUs of this model have all links up; traffic through this one takes a "
                 "slower path, and collectives are as slow as their slowest link",
-                fix=f"nvidia-smi nvlink --status -i {one.index}  # shows the links that are down\n"
-                f"sudo nvidia-smi -r -i {one.index}  # when nothing runs on it; else reboot",
+                fix=f"nvidia-smi nvlink --status -i {item.index}  # shows the links that are down\n"
+                f"sudo nvidia-smi -r -i {item.index}  # when nothing runs on it; else reboot",
             )
-        if board and most == 0 and any(health[one.uuid].nvlinks for one in alike):
+        if board and most == 0 and any(health[device.uuid].nvlinks for device in alike):
             yield Finding(
                 name="nvlink-all-down",
                 status=Status.WARNING,

@@ -50,7 +50,10 @@ def _opened(system: str, port: int | tuple[int, int]) -> str:
 
 def _own_network() -> str | None:
     """Return the network at which others most likely reach this host; None if there is none."""
-    best = next((one for one in network.interface_candidates() if ":" not in one.address), None)
+    best = next(
+        (candidate for candidate in network.interface_candidates() if ":" not in candidate.address),
+        None,
+    )
     if best is None:
         return None
     for item in psutil.net_if_addrs().get(best.interface, ()):
@@ -62,11 +65,11 @@ def _own_network() -> str | None:
 
 def windows(surroundings: Surroundings) -> Iterator[Finding]:
     """Check the Windows firewall of the current network profile."""
-    told = surroundings.output(["netsh", "advfirewall", "show", "currentprofile"]) or ""
-    if not re.search(r"^State\s+ON", told, re.MULTILINE):
+    output = surroundings.output(["netsh", "advfirewall", "show", "currentprofile"]) or ""
+    if not re.search(r"^State\s+ON", output, re.MULTILINE):
         yield Finding(name="firewall", status=Status.OK, what="off, or its state is not readable")
         return
-    profile = re.search(r"^(\w+) Profile Settings", told, re.MULTILINE)
+    profile = re.search(r"^(\w+) Profile Settings", output, re.MULTILINE)
     yield Finding(
         name="firewall-on",
         status=Status.NOTE,
@@ -80,8 +83,8 @@ def windows(surroundings: Surroundings) -> Iterator[Finding]:
 
 def macos(surroundings: Surroundings) -> Iterator[Finding]:
     """Check the application firewall of macOS."""
-    told = surroundings.output([_ALF, "--getglobalstate"]) or ""
-    if "enabled" not in told:
+    output = surroundings.output([_ALF, "--getglobalstate"]) or ""
+    if "enabled" not in output:
         yield Finding(name="firewall", status=Status.OK, what="off, or its state is not readable")
         return
     yield Finding(
@@ -91,7 +94,7 @@ def macos(surroundings: Surroundings) -> Iterator[Finding]:
         why="macOS shows a dialog before Python may accept connections; without an answer it "
         "blocks",
         fix=open_command("darwin", USUAL_PORT),
-        evidence=told.strip(),
+        evidence=output.strip(),
     )
 
 

@@ -42,7 +42,7 @@ def own_name(surroundings: Surroundings) -> Iterator[Finding]:
     """Resolve this host's hostname as torch does, and ``localhost``."""
     name = (surroundings.text("/proc/sys/kernel/hostname") or "").strip() or socket.gethostname()
     answer = _asked(lambda: network.resolve_host(name))
-    own = {address for one in network.read_interfaces() for address in one.addresses}
+    own = {address for interface in network.read_interfaces() for address in interface.addresses}
     localhost = _asked(lambda: network.resolve_host("localhost"))
     findings = [*_judge_own(name, answer, own, surroundings), *_localhost(localhost)]
     seen = f"{name} is {', '.join(answer.addresses)}"
@@ -51,7 +51,7 @@ def own_name(surroundings: Surroundings) -> Iterator[Finding]:
 
 def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
     """Do a reverse lookup of this host's address and its router's, as each TCPStore client does."""
-    addresses = [one.address for one in network.interface_candidates()[:1]]
+    addresses = [candidate.address for candidate in network.interface_candidates()[:1]]
     # /etc/hosts often has the own address but not those of other hosts.
     addresses += _routers(surroundings)[:1]
     seen = []
@@ -75,7 +75,7 @@ def _asked(look_up: Callable[[], Sequence[str]]) -> _Answer:
     first = _ask(look_up)
     if first.given_up or not first.is_slow:
         return first
-    return min(first, _ask(look_up), key=lambda one: one.seconds)
+    return min(first, _ask(look_up), key=lambda address: address.seconds)
 
 
 def _ask(look_up: Callable[[], Sequence[str]]) -> _Answer:
@@ -108,16 +108,18 @@ def _name_of(address: str) -> Sequence[str]:
 def _judge_own(
     name: str, answer: _Answer, own: set[str], surroundings: Surroundings
 ) -> Iterator[Finding]:
-    found = [ipaddress.ip_address(one) for one in answer.addresses]
-    outside = [one for one in found if not one.is_loopback]
+    found = [ipaddress.ip_address(address) for address in answer.addresses]
+    outside = [address for address in found if not address.is_loopback]
     if answer.is_slow:
         yield _slow_own(name, answer)
     elif not found:
         yield _unresolvable(name)
     elif not outside:
         yield _loopback(name, answer.addresses, _listed(name, surroundings))
-    elif not any(str(one) in own for one in outside) and own:
-        yield _elsewhere(name, [str(one) for one in outside], own, _listed(name, surroundings))
+    elif not any(str(address) in own for address in outside) and own:
+        yield _elsewhere(
+            name, [str(address) for address in outside], own, _listed(name, surroundings)
+        )
 
 
 def _hosts_line(name: str) -> str:

@@ -35,14 +35,14 @@ def interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     known = network.read_interfaces()
     usable = network.interface_candidates(known)
     # Bridges and tunnels report no physical link state.
-    cards = [_card(one.interface, one.address, surroundings) for one in usable]
-    wired = list({one.name: one for one in cards if _is_wired(one.name, surroundings)}.values())
+    cards = [_card(candidate.interface, candidate.address, surroundings) for candidate in usable]
+    wired = list({card.name: card for card in cards if _is_wired(card.name, surroundings)}.values())
     findings = [
         *_none(usable),
         *_unplugged(known, surroundings, others_work=bool(usable)),
         *(found for card in wired for found in _judge(card)),
     ]
-    seen = ", ".join(f"{one.address} ({one.interface})" for one in usable)
+    seen = ", ".join(f"{candidate.address} ({candidate.interface})" for candidate in usable)
     yield from findings or [Finding(name="interfaces", status=Status.OK, what=seen)]
 
 
@@ -83,24 +83,24 @@ def _unplugged(
     known: Sequence[Interface], surroundings: Surroundings, *, others_work: bool
 ) -> Iterator[Finding]:
     """Yield interfaces that are up and have an address but no carrier."""
-    for one in known:
-        folder = surroundings.path(f"{_FOLDER}/{one.name}")
+    for interface in known:
+        folder = surroundings.path(f"{_FOLDER}/{interface.name}")
         switched_on = (sysfs.read_integer(folder / "flags") or 0) & _SWITCHED_ON
-        addresses = [word for word in one.addresses if not word.startswith("fe80")]
+        addresses = [word for word in interface.addresses if not word.startswith("fe80")]
         if (
             switched_on
             and addresses
             and sysfs.read_integer(folder / "carrier") == 0
-            and _is_wired(one.name, surroundings)
+            and _is_wired(interface.name, surroundings)
         ):
             yield Finding(
                 name="no-carrier",
                 status=Status.NOTE if others_work else Status.WARNING,
-                what=f"{one.name} ({addresses[0]}) is up but has no carrier",
+                what=f"{interface.name} ({addresses[0]}) is up but has no carrier",
                 why="Muster skips it; torchrun may choose it and then time out",
                 fix="connect the cable, or disable the interface:\n"
-                f"sudo ip link set {one.name} down",
-                evidence=f"{_FOLDER}/{one.name}/carrier: 0",
+                f"sudo ip link set {interface.name} down",
+                evidence=f"{_FOLDER}/{interface.name}/carrier: 0",
             )
 
 

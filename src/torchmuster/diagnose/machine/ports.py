@@ -22,13 +22,13 @@ _TORCHS_PORT = 29500
 
 def run_is_active(environment: Mapping[str, str]) -> bool:
     """Return whether a scheduler or torchrun has set up this environment."""
-    return any(one in environment for one in _MARKS)
+    return any(item in environment for item in _MARKS)
 
 
 def check_ports(surroundings: Surroundings) -> Iterator[Finding]:
     """Check ports 29400, 29500 and MASTER_PORT."""
-    asked = surroundings.environment.get("MASTER_PORT", "")
-    chosen = int(asked) if asked.isdecimal() and 0 < int(asked) < 65536 else None
+    text = surroundings.environment.get("MASTER_PORT", "")
+    chosen = int(text) if text.isdecimal() and 0 < int(text) < 65536 else None
     of_a_run = chosen if run_is_active(surroundings.environment) else None
     findings, free = [], []
     for port in dict.fromkeys((USUAL_PORT, _TORCHS_PORT, chosen)):

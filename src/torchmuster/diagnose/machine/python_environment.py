@@ -56,7 +56,7 @@ def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
     if versions[0] == versions[1]:
         return
     variable = surroundings.environment.get("PYTHONPATH", "")
-    listed = [Path(one).resolve() for one in variable.split(os.pathsep) if one]
+    listed = [Path(part).resolve() for part in variable.split(os.pathsep) if part]
     status = Status.WARNING
     if taken.parent.resolve() in listed:
         why, fix = "PYTHONPATH puts its folder first", "unset PYTHONPATH"
@@ -80,7 +80,7 @@ def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _virtual_environment(place: Path) -> Path | None:
-    return next((one for one in place.parents if (one / "pyvenv.cfg").is_file()), None)
+    return next((parent for parent in place.parents if (parent / "pyvenv.cfg").is_file()), None)
 
 
 def _version(module: str, place: Path) -> str:

@@ -49,7 +49,7 @@ class Speed:
 def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
     """Write and fsync a few MiB; warn if even the best try was slow."""
     folder = next(
-        one for one in (surroundings.folder, *surroundings.folder.parents) if one.is_dir()
+        folder for folder in (surroundings.folder, *surroundings.folder.parents) if folder.is_dir()
     )
     try:
         speed = measure_disk_speed(folder)
@@ -135,7 +135,7 @@ def _fine(name: str, folder: Path) -> Finding:
 
 def _existing(folder: Path) -> Path:
     """Return the folder or its nearest existing parent: missing folders will be created."""
-    return next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    return next((item for item in (folder, *folder.parents) if item.exists()), folder)
 
 
 def _trouble(folder: Path) -> OSError | None:

@@ -45,12 +45,18 @@ class Trial:
 
     def of(self, stage: str) -> list[Mapping[str, Any]]:
         """Return the records of a completed stage."""
-        return [one for one in self.records if one.get("stage") == stage and "begun" not in one]
+        return [
+            record
+            for record in self.records
+            if record.get("stage") == stage and "begun" not in record
+        ]
 
     @property
     def last_begun(self) -> str:
         """The stage it was in when it exited."""
-        return next((str(one["stage"]) for one in reversed(self.records) if "begun" in one), "")
+        return next(
+            (str(record["stage"]) for record in reversed(self.records) if "begun" in record), ""
+        )
 
 
 def _run(surroundings: Surroundings) -> Iterator[Finding]:
@@ -61,7 +67,7 @@ def _run(surroundings: Surroundings) -> Iterator[Finding]:
     gpus = False
     with contextlib.suppress(DevicesSilent):  # then torch's own result is all there is
         node = surroundings.look()
-        busy = {one.index for one in node.accelerators if one.compute_processes}
+        busy = {device.index for device in node.accelerators if device.compute_processes}
         gpus = node.main_kind in (DeviceKind.CUDA, DeviceKind.ROCM)
     yield from judge_trial(trial, python=surroundings.python, gpus=gpus, busy=busy)
 
@@ -134,14 +140,16 @@ def judge_trial(
     found = [
         *_ended_early(trial, python),
         *_group(trial),
-        *(one for record in trial.of("import") for one in _gpus_seen(record, gpus)),
-        *(one for record in trial.of("device") for one in _device(record)),
+        *(item for record in trial.of("import") for item in _gpus_seen(record, gpus)),
+        *(item for record in trial.of("device") for item in _device(record)),
         *_slow(trial.of("device"), busy),
     ]
     yield from found
-    if all(one.status is Status.NOTE for one in found):
+    if all(finding.status is Status.NOTE for finding in found):
         imported = next(iter(trial.of("import")), {})
-        devices = [f"{one['name']} {one['gflops']:.0f} GFLOP/s" for one in trial.of("device")]
+        devices = [
+            f"{record['name']} {record['gflops']:.0f} GFLOP/s" for record in trial.of("device")
+        ]
         words = (
             f"imported in {imported.get('seconds', 0.0):.1f} s; gloo works; {', '.join(devices)}"
         )

@@ -227,7 +227,9 @@ def _hardware(surroundings: Surroundings) -> Iterator[Finding]:
     if build is None:
         return  # reported by torch-whole
     kind = node.main_kind
-    devices = [one for one in node.accelerators if one.kind is kind and one.mig_index is None]
+    devices = [
+        device for device in node.accelerators if device.kind is kind and device.mig_index is None
+    ]
     found = list(_judge(build, kind, devices, node, surroundings))
     if not found:
         gpus = f"{label_all(devices)} can be used" if devices else "no GPU; torch uses the CPU"

@@ -143,20 +143,21 @@ HARMS = (
 
 def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
     node, environment = surroundings.look(), surroundings.environment
-    found = [
-        Finding(
-            name="harmful-variable",
-            status=one.status,
-            what=f"{one.variable}={environment[one.variable]} is set",
-            why=one.why,
-            fix=f"unset {one.variable}",
-        )
-        for one in HARMS
-        if one.variable in environment
-        and one.applies(environment[one.variable], node, surroundings)
-    ]
+    found = []
+    for harm in HARMS:
+        value = environment.get(harm.variable)
+        if value is not None and harm.applies(value, node, surroundings):
+            found.append(
+                Finding(
+                    name="harmful-variable",
+                    status=harm.status,
+                    what=f"{harm.variable}={value} is set",
+                    why=harm.why,
+                    fix=f"unset {harm.variable}",
+                )
+            )
     yield from found
-    if all(one.status is Status.NOTE for one in found):
+    if all(finding.status is Status.NOTE for finding in found):
         yield Finding(name="variables", status=Status.OK, what="no harmful variable set")
 
 
@@ -166,7 +167,11 @@ def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
 def _devices(surroundings: Surroundings) -> Iterator[Finding]:
     node, environment = surroundings.look(), surroundings.environment
     shown = visible(node.accelerators, environment)
-    gpus = [one for one in node.accelerators if one.mig_index is not None or not one.mig_enabled]
+    gpus = [
+        device
+        for device in node.accelerators
+        if device.mig_index is not None or not device.mig_enabled
+    ]
     found = list(shown.findings)
     if gpus and not shown.devices and not found:
         hiding = next(iter(shown.hidden_by.values()), "the environment")
@@ -181,7 +186,7 @@ def _devices(surroundings: Surroundings) -> Iterator[Finding]:
             )
         )
     yield from found
-    if all(one.status is Status.NOTE for one in found):
+    if all(finding.status is Status.NOTE for finding in found):
         names = [name for stages in STAGES.values() for stage in stages for name in stage]
         used = [name for name in dict.fromkeys(names) if name in environment]
         words = f"{', '.join(used)} set" if used and gpus else "no GPU is hidden"
@@ -241,7 +246,7 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
                 )
             )
     yield from found
-    if all(one.status is Status.NOTE for one in found):
+    if all(finding.status is Status.NOTE for finding in found):
         value = surroundings.environment.get("OMP_NUM_THREADS", "")
         words = f"OMP_NUM_THREADS={value}" if value else "not set; torch chooses"
         yield Finding(name="threads", status=Status.OK, what=words)
@@ -252,8 +257,8 @@ def _threads(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _left_over(surroundings: Surroundings) -> Iterator[Finding]:
     environment = surroundings.environment
-    settings = sorted(one for one in environment if one.startswith("PET_"))
-    left = [one for one in (*_RUNS_OWN, *settings) if one in environment]
+    settings = sorted(name for name in environment if name.startswith("PET_"))
+    left = [name for name in (*_RUNS_OWN, *settings) if name in environment]
     if not left or run_is_active(environment):
         words = "set by the current run" if left else "none from another run"
         yield Finding(name="left-over-variables", status=Status.OK, what=words)
@@ -265,7 +270,7 @@ def _left_over(surroundings: Surroundings) -> Iterator[Finding]:
         why="a script started here without a launcher acts as a rank of that run and waits for the "
         "others" + ("; PET_ variables override the flags of torchrun" if settings else ""),
         fix=f"unset {' '.join(left)}",
-        evidence=", ".join(f"{one}={redact_text(environment[one])}" for one in left),
+        evidence=", ".join(f"{name}={redact_text(environment[name])}" for name in left),
     )
 
 

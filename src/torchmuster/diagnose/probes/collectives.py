@@ -177,9 +177,9 @@ class _Stages:
     def _suspects(self) -> Changes:
         """Search for the rank that corrupts sums, if any sum was wrong on any rank."""
         wrong = any(
-            one.values.wrong
-            for one in self._record.operations
-            if one.name in ("all-reduce", "reduce-scatter")
+            operation.values.wrong
+            for operation in self._record.operations
+            if operation.name in ("all-reduce", "reduce-scatter")
         )
         if not any(self._together.share("sums", wrong, _COME_S)):
             return {}

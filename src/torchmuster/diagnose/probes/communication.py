@@ -32,8 +32,8 @@ def verify_communication(rank: int, world_size: int, timeout_s: float) -> bool:
         values = compare_values(got, exact_sums(world_size, _COUNT, 0, device))
     except Exception as error:
         text = str(error).strip().splitlines()
-        told = f"{type(error).__name__}: {text[0] if text else ''}"
-        _log.error("communication failed on rank %d (%s): %s", rank, device, told)
+        reason = f"{type(error).__name__}: {text[0] if text else ''}"
+        _log.error("communication failed on rank %d (%s): %s", rank, device, reason)
         return False
     finally:
         forget_groups()

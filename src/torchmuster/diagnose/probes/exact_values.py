@@ -312,5 +312,5 @@ def _wrong_groups(
             count.turn(_LARGE.get(seat.device.type, _LARGE_ON_GPU))
         seen_wrong = count.values.wrong > 0
     with connecting(seat.device, together.heartbeat):  # others may still connect
-        said = together.share(f"suspects {level}", seen_wrong, _wait_s(seat))
-    return [ranks for ranks in groups if any(said[rank] for rank in ranks)]
+        wrong = together.share(f"suspects {level}", seen_wrong, _wait_s(seat))
+    return [ranks for ranks in groups if any(wrong[rank] for rank in ranks)]

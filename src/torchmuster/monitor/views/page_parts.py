@@ -62,7 +62,9 @@ def head_part(picture: RunPicture) -> str:
 
 def tiles_part(picture: RunPicture) -> str:
     """Return the key figures of the run and the results of the last evaluation."""
-    told = [(one.title, one.text) for one in key_figures(picture.values, ended=picture.is_over)]
+    told = [
+        (figure.title, figure.text) for figure in key_figures(picture.values, ended=picture.is_over)
+    ]
     told += [(f"evaluation: {name}", f"{value:.4g}") for name, value in picture.evaluation.items()]
     if not told:
         return '<p class="quiet">no step yet</p>' if not picture.is_over else ""
@@ -161,14 +163,14 @@ def alerts_part(told: Sequence[AlertNews], *, none: str = "") -> str:
     shown = "".join(
         html_article(
             Finding(
-                name=one.alert.name,
-                status=_STATUS[one.alert.severity],
-                what=harmless(one.summary),
-                why=one.alert.why,
-                fix=harmless(one.fix),
+                name=item.alert.name,
+                status=_STATUS[item.alert.severity],
+                what=harmless(item.summary),
+                why=item.alert.why,
+                fix=harmless(item.fix),
             )
         )
-        for one in told[:_MOST_ALERTS]
+        for item in told[:_MOST_ALERTS]
     )
     more = len(told) - _MOST_ALERTS
     return shown + (f"<p>and {more} more</p>" if more > 0 else "")
@@ -192,8 +194,8 @@ def events_part(picture: RunPicture) -> str:
 
 def _phases(picture: RunPicture) -> Iterator[str]:
     """Yield each phase with its duration, including restarts and ends."""
-    shown = [one for one in picture.events if one.name in _CHIPS]
-    ends = [*(one.at_unix_s for one in shown[1:]), picture.until_unix_s]
+    shown = [event for event in picture.events if event.name in _CHIPS]
+    ends = [*(item.at_unix_s for item in shown[1:]), picture.until_unix_s]
     for one, end_s in list(zip(shown, ends, strict=False))[-_MOST_EVENTS:]:
         begun_s = one.at_unix_s
         if one.name == "running":
@@ -242,25 +244,27 @@ def rank_map(ranks: Ranks) -> str:
 def _maps(heartbeats: Sequence[Heartbeat]) -> Iterator[tuple[str, list[Cell]]]:
     yield (
         "waiting for other ranks, % of time",
-        _each(heartbeats, lambda one: _share(one.communication_share)),
+        _each(heartbeats, lambda heartbeat: _share(heartbeat.communication_share)),
     )
     yield (
         "waiting for data, % of time",
-        _each(heartbeats, lambda one: _share(one.data_share)),
+        _each(heartbeats, lambda heartbeat: _share(heartbeat.data_share)),
     )
-    first = max((one.step for one in heartbeats if one.step is not None), default=0)
+    first = max(
+        (heartbeat.step for heartbeat in heartbeats if heartbeat.step is not None), default=0
+    )
     yield (
         "step (darker = further behind the first rank)",
-        _each(heartbeats, lambda one: _step(one.step, first)),
+        _each(heartbeats, lambda heartbeat: _step(heartbeat.step, first)),
     )
     yield (
         "seconds since last heartbeat",
-        _each(heartbeats, lambda one: _silence(one.silent_s)),
+        _each(heartbeats, lambda heartbeat: _silence(heartbeat.silent_s)),
     )
 
 
 def _each(heartbeats: Sequence[Heartbeat], cell: Callable[[Heartbeat], Cell]) -> list[Cell]:
-    return [cell(one) for one in heartbeats]
+    return [cell(heartbeat) for heartbeat in heartbeats]
 
 
 def _share(share: float | None) -> Cell:

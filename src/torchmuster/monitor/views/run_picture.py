@@ -159,19 +159,23 @@ class RunWatch:
             lasts_s=max(0.0, until - state.started_unix_s) if state else 0.0,
             until_unix_s=until,
             values=_of_the_run(samples),
-            evaluation={one.labels[-1]: one.value for one in samples if one.metric is EVALUATION},
+            evaluation={
+                sample.labels[-1]: sample.value for sample in samples if sample.metric is EVALUATION
+            },
             remark=self._remark,
-            shares={one.labels[-1]: one.value for one in samples if one.metric is TIME_SHARE},
+            shares={
+                sample.labels[-1]: sample.value for sample in samples if sample.metric is TIME_SHARE
+            },
             spent_s=dict(self._spent_s),
             curves=self._curves,
             ranks=sorted(
                 ((node.host, heartbeat) for node in nodes for heartbeat in node.ranks),
-                key=lambda one: one[1].rank,
+                key=lambda node: node[1].rank,
             ),
             events=tuple(self._events),
             first_steps=dict(self._first_steps),
             # That a run has finished is news for a chat, and no alert where its phase is shown.
-            alerts=[one for one in self._watching.raised if one.alert.name != RUN_FINISHED],
+            alerts=[news for news in self._watching.raised if news.alert.name != RUN_FINISHED],
             news=news,
             checkpoint=checkpoint,
             condition=self._condition_of(checkpoint) if checkpoint is not None else None,
@@ -221,7 +225,7 @@ class RunWatch:
             self._events.clear()
         self._events.extend(event for line in lines if (event := run_state.event_of(line)))
         if lines:
-            running = [one.at_unix_s for one in self._events if one.name == "running"]
+            running = [event.at_unix_s for event in self._events if event.name == "running"]
             self._running_unix_s = sorted(running)
 
 
@@ -238,5 +242,7 @@ def _room(run: RunFolder) -> Iterator[Sample]:
 
 def _of_the_run(samples: Sequence[Sample]) -> dict[Metric, float]:
     return {
-        one.metric: one.value for one in samples if not one.metric.labels and len(one.labels) == 2
+        sample.metric: sample.value
+        for sample in samples
+        if not sample.metric.labels and len(sample.labels) == 2
     }

@@ -94,7 +94,11 @@ def _page(told: _Told) -> Iterator[str]:
     yield f'<p class="quiet">run {escaped_text(picture.id)}{when}</p>'
     yield _answer(told)
     yield page_parts.tiles_part(picture)
-    yield from (html_article(one) for one in told.account.findings if one.status is not Status.OK)
+    yield from (
+        html_article(finding)
+        for finding in told.account.findings
+        if finding.status is not Status.OK
+    )
     yield _section("metrics by step", page_parts.curves_part(picture))
     if not told.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest takes too long.</p>"
@@ -119,11 +123,11 @@ def _data(run: RunFolder) -> str:
     """Return what the data was, and a sample in which the text that counts in the loss is marked."""
     try:
         told = untrusted.read_json(run.data, _MOST_SAMPLE)
-        lines = [str(one) for one in told["lines"]]
+        lines = [str(item) for item in told["lines"]]
         sample = [(str(text), bool(counted)) for text, counted in told["sample"]]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    body = "".join(f"<p>{escaped_text(one)}</p>" for one in lines)
+    body = "".join(f"<p>{escaped_text(line)}</p>" for line in lines)
     if not sample:
         return body
     marked = "".join(
@@ -144,8 +148,8 @@ def _answer(told: _Told) -> str:
     asked = "unknown: job.json is missing"
     if job:
         asked = f"muster {printable(as_people_know_it(job.typed, job.command, job.flags))}"
-    fixes = [one.fix for one in told.account.findings]
-    to_do = "\n".join(dict.fromkeys(one for one in (*fixes, told.picture.remark) if one))
+    fixes = [finding.fix for finding in told.account.findings]
+    to_do = "\n".join(dict.fromkeys(fix for fix in (*fixes, told.picture.remark) if fix))
     rows = (("command", asked), ("result", _true(told)), ("to do", to_do or "nothing"))
     cells = "".join(f"<dt>{name}</dt><dd>{escaped_text(words)}</dd>" for name, words in rows)
     return f'<dl class="answer">{cells}</dl>'
@@ -154,7 +158,7 @@ def _answer(told: _Told) -> str:
 def _true(told: _Told) -> str:
     """Return the outcome and the most important figures."""
     picture, values = told.picture, told.picture.values
-    first = [one.what for one in told.account.findings[:1]]
+    first = [finding.what for finding in told.account.findings[:1]]
     resumed = " since it was resumed" if told.account.record.was_resumed else ""
     parts = [f"duration {format_seconds(picture.lasts_s)}{resumed}"]
     if catalogue.STEPS in values:
@@ -195,8 +199,8 @@ def _checkpoints(saved: Sequence[Manifest]) -> str:
     if not saved:
         return ""
     rows = [
-        (f"{one.step:,}", one.name, format_bytes(one.size_bytes), _clock(one.made_unix_s))
-        for one in saved[:_MOST_CHECKPOINTS]
+        (f"{item.step:,}", item.name, format_bytes(item.size_bytes), _clock(item.made_unix_s))
+        for item in saved[:_MOST_CHECKPOINTS]
     ]
     more = len(saved) - _MOST_CHECKPOINTS
     note = f'<p class="quiet">and {more} older</p>' if more > 0 else ""
@@ -207,8 +211,8 @@ def _conditions(
     checkpoints: Sequence[ScriptCheckpoint],
 ) -> list[tuple[ScriptCheckpoint, Condition]]:
     """Look at the files of the newest checkpoints; scripts delete old ones, except on hosts not seen from here."""
-    found = [(one, one.condition) for one in checkpoints[:_MOST_CHECKPOINTS]]
-    here = [one for one in found if one[1].state is not Completeness.MISSING]
+    found = [(checkpoint, checkpoint.condition) for checkpoint in checkpoints[:_MOST_CHECKPOINTS]]
+    here = [entry for entry in found if entry[1].state is not Completeness.MISSING]
     return here or found
 
 
@@ -220,7 +224,7 @@ def _script_checkpoints(told: _Told) -> str:
 
 def _devices(picture: RunPicture) -> str:
     """Return the hosts and devices of the last start, as recorded by the launcher."""
-    started = [one for one in picture.events if one.name == "started"]
+    started = [event for event in picture.events if event.name == "started"]
     devices = started[-1].facts.get("devices") if started else None
     if not isinstance(devices, dict):
         return ""

@@ -53,11 +53,11 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
     yield from _spares(picture)
     told = [figure.line for figure in key_figures(picture.values, ended=picture.is_over)]
     line = ""
-    for one in told:
-        if line and len(line) + 2 + len(one) > width:
+    for item in told:
+        if line and len(line) + 2 + len(item) > width:
             yield Text(line)
             line = ""
-        line += f"  {one}" if line else one
+        line += f"  {item}" if line else item
     if line:
         yield Text(line)
     if not told and not picture.is_over:
@@ -136,14 +136,14 @@ def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
     heartbeats = [heartbeat for _, heartbeat in picture.ranks[:_MOST_RANKS]]
     hosts = {host for host, _ in picture.ranks}
     several = "" if len(hosts) == 1 else f" on {len(hosts)} hosts"
-    known = any(one.data_share is not None for one in heartbeats)
+    known = any(heartbeat.data_share is not None for heartbeat in heartbeats)
     what = ": share of time waiting" if known else ""
     yield Text(f"{'ranks':>{_LABEL}} {len(picture.ranks)}{several}{what}", style="dim")
     for name, field in (("for others", "communication_share"), ("for data", "data_share")):
         shares: list[float | None] = [getattr(heartbeat, field) for heartbeat in heartbeats]
-        if all(one is None for one in shares):
+        if all(share is None for share in shares):
             continue
-        cells = "".join(_shade(one) for one in shares)
+        cells = "".join(_shade(share) for share in shares)
         for at in range(0, len(cells), room):
             label = name if at == 0 else ""
             text = Text(f"{label:>{_LABEL}} ", style="dim")
