@@ -34,13 +34,14 @@ def test_wrong_products_are_found() -> None:
         "real = torch.matmul",
         "def matmul(a, b):",
         "    product = real(a, b)",
-        "    product[7, 9] += 1",
+        "    if product.is_floating_point():",
+        "        product[7, 9] += 1",
         "    return product",
         "torch.matmul = matmul",
     )
     (found,) = judge_trial(trial_of(*spoil), python="python", gpus=False)
     assert (found.name, found.status) == ("device-computes-wrongly", Status.FAILURE)
-    assert found.what.startswith("cpu computes wrong values: 1 of ")
+    assert found.what.startswith("cpu computes wrong values: ")
 
 
 def test_an_interface_that_is_not_there_stops_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

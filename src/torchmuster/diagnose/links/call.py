@@ -104,7 +104,7 @@ async def _speed(
     loop = asyncio.get_running_loop()
     move = transfer.send_blocks if verb == transfer.TAKE else transfer.receive_blocks
     size, wrong = _FIRST_BYTES, 0
-    bytes_per_s = None
+    bytes_per_s, waited_share = None, 0.0
     while True:
         try:
             async with asyncio.timeout(STALLED_S):
@@ -114,6 +114,7 @@ async def _speed(
             break
         wrong += moved.wrong_bytes
         bytes_per_s = size / max(moved.seconds, 1e-6)
+        waited_share = min(1.0, moved.waited_s / max(moved.seconds, 1e-6))
         if moved.seconds >= _LONG_ENOUGH_S or size == transfer.MOST_BYTES:
             break
         size = min(size * _GROWTH, transfer.MOST_BYTES)
@@ -122,6 +123,7 @@ async def _speed(
         round_trip_s=round_trip_s,
         stalled=bytes_per_s is None,
         wrong_bytes=wrong,
+        waited_share=waited_share,
     )
 
 

@@ -18,6 +18,8 @@ FAR_S, _NEAR_S, _TIMES_FARTHER = 0.010, 0.001, 5
 # Slower than the first slows any training; faster than the second cannot be measured reliably.
 SLOW_BYTES_PER_S, _FAST_BYTES_PER_S = 250e6 / 8, 1e9
 _TIMES_SLOWER = 4
+# Upper bound for the correction by the time that a busy host spent waiting.
+_MOST_WAITING = 0.95
 _USUAL_MTU, _TUNNEL_MTU = 1500, 1400
 _LINES_SHOWN = 4
 # Problems of the reverse direction that follow from these causes.
@@ -419,7 +421,10 @@ def fault_of(link: Link, usual_bytes_per_s: float, usual_round_trip_s: float) ->
     trip_s, rate = figures.round_trip_s or 0.0, figures.bytes_per_s or 0.0
     if trip_s > FAR_S or trip_s > max(_NEAR_S, _TIMES_FARTHER * usual_round_trip_s):
         return LinkFault.FAR
-    if rate < SLOW_BYTES_PER_S or rate < usual_bytes_per_s / _TIMES_SLOWER:
+    # The speed that the link could have had on idle hosts, at most.
+    possible = rate / (1 - min(figures.waited_share, _MOST_WAITING))
+    slow_anywhere = rate < SLOW_BYTES_PER_S and possible < _TIMES_SLOWER * SLOW_BYTES_PER_S
+    if slow_anywhere or possible < usual_bytes_per_s / _TIMES_SLOWER:
         return LinkFault.SLOW
     return None
 

@@ -44,12 +44,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     round_trip_s: float | None = None  # the shortest, of a small message
     stalled: bool = False  # small messages pass, large transfers do not
     wrong_bytes: int = 0
+    waited_share: float = 0.0  # of the time, in which a busy host waited for a CPU
 
     def best_with(self, other: "Figures") -> "Figures":
         """Return the better of two tries; wrong bytes are added up."""
         trips = [trip for trip in (self.round_trip_s, other.round_trip_s) if trip is not None]
-        return Figures(
-            bytes_per_s=max(self.bytes_per_s or 0.0, other.bytes_per_s or 0.0) or None,
+        faster = max(self, other, key=lambda figures: figures.bytes_per_s or 0.0)
+        return msgspec.structs.replace(
+            faster,
             round_trip_s=min(trips, default=None),
             stalled=self.stalled and other.stalled,
             wrong_bytes=self.wrong_bytes + other.wrong_bytes,

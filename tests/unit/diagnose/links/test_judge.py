@@ -268,6 +268,13 @@ def test_a_slower_link_among_fast_ones_is_slow_and_among_its_like_it_is_not() ->
     assert judge_links(group.links) == []
 
 
+def test_a_busy_host_does_not_make_a_link_slow() -> None:
+    assert judge_links(Group(2).both(0, 1, bytes_per_s=60e6, waited_share=0.8).links) == []
+    assert judge_links(Group(3).both(0, 1, bytes_per_s=150e6, waited_share=0.6).links) == []
+    # On a slow link it has little to do, and waits in vain.
+    assert len(judge_links(Group(2).both(0, 1, bytes_per_s=12e6, waited_share=0.6).links)) == 1
+
+
 def test_a_long_way(snapshot: SnapshotAssertion) -> None:
     found = the_only(Group(2).both(0, 1, round_trip_s=0.1, bytes_per_s=1e5))
     assert found.name == "high-latency"
