@@ -1,5 +1,9 @@
 """Every lab: the starter scores nothing, the solution everything, each planted mistake its own word."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import msgspec
@@ -7,10 +11,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from nightly import nightly_except
-from torchmuster.labs import grading
+from torchmuster.labs import grading, workspace
 from torchmuster.labs import lesson as course
-from torchmuster.labs.grading import Paper, Verdict
-from torchmuster.labs.lesson import ANYWHERE, Lesson
+from torchmuster.labs.grading import Verdict
+from torchmuster.labs.lesson import Lesson, general_hints
 
 pytestmark = pytest.mark.ranks
 
@@ -39,44 +43,83 @@ def with_mistake(lesson: Lesson, planted: Planted) -> str:
     return solution.replace(planted.old, planted.new)
 
 
+@pytest.fixture(autouse=True)
+def end_the_server() -> Iterator[None]:
+    """End the process from which ranks were forked, which otherwise ends with this one."""
+    yield
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
+
+
 @pytest.mark.parametrize(
     "name", nightly_except(["communication"], {name: name for name in course.NAMES})
 )
 def test_starter_solution_and_every_planted_mistake(name: str, tmp_path: Path) -> None:
     lesson = course.lesson(name)
-    everything = tuple(one.name for one in lesson.exercises)
-    planted = planted_in(lesson)
-    files = [(lesson.starter(), everything), (lesson.solution(), everything)]
-    files += [(with_mistake(lesson, one), (one.exercise,)) for one in planted]
-    papers = []
-    for place, (text, exercises) in enumerate(files):
-        file = tmp_path / str(place) / lesson.file
-        file.parent.mkdir()
+    everything = [exercise.name for exercise in lesson.content.exercises]
+
+    def grade(text: str, exercises: list[str]) -> tuple[Verdict, ...]:
+        file = tmp_path / lesson.file
         file.write_text(text, encoding="utf-8")
-        papers.append(Paper(file=str(file), exercises=exercises))
+        return grading.grade(lesson, file, exercises, deadline_s=DEADLINE_S)
 
-    starter, solution, *others = grading.grade_paper(lesson, papers, deadline_s=DEADLINE_S)
-
-    assert list(solution) == [Verdict(exercise=one) for one in everything]
+    solution = grade(lesson.solution(), everything)
+    assert list(solution) == [Verdict(exercise=exercise) for exercise in everything]
     assert grading.points(lesson, solution) == lesson.points
-    assert [one.mistake for one in starter] == ["not-done"] * len(everything)
-    found = [
-        (one.exercise, one.mistake, one.seen)
-        for one, wanted in zip([verdict for (verdict,) in others], planted, strict=True)
-        if one.mistake != wanted.mistake
-    ]
-    wanted = [
-        (one.exercise, one.mistake)
-        for one, (verdict,) in zip(planted, others, strict=True)
-        if verdict.mistake != one.mistake
-    ]
-    assert not found, f"wanted {wanted}"
+    starter = grade(lesson.starter(), everything)
+    assert [verdict.mistake for verdict in starter] == ["not-done"] * len(everything)
+    wrong = []
+    for planted in planted_in(lesson):
+        (verdict,) = grade(with_mistake(lesson, planted), [planted.exercise])
+        if verdict.mistake != planted.mistake:
+            wrong.append((planted.mistake, verdict))
+    assert not wrong
 
 
-def test_every_word_is_planted_and_names_belong_to_one_lab() -> None:
-    words = [word for lesson in course.lessons() for word in lesson.words]
-    assert len(words) == len(set(words)) >= 40
-    for lesson in course.lessons():
-        assert set(lesson.words) == {one.mistake for one in planted_in(lesson)} - set(ANYWHERE)
-    everywhere = {one.mistake for lesson in course.lessons() for one in planted_in(lesson)}
-    assert set(ANYWHERE) - {"not-done"} <= everywhere
+def test_every_hint_is_planted_and_names_belong_to_one_lab() -> None:
+    labs = [Lesson(name) for name in course.NAMES]
+    hints = [hint for lab in labs for hint in lab.content.hints]
+    assert len(hints) == len(set(hints)) >= 100
+    everywhere: set[str] = set()
+    for lab in labs:
+        planted = {planted.mistake for planted in planted_in(lab)}
+        assert set(lab.content.hints) == planted - set(general_hints())
+        everywhere |= planted
+    assert set(general_hints()) - {"not-done"} <= everywhere
+
+
+SLOW = """\
+import pathlib, time
+from torchmuster.labs.testing import exercise
+
+@exercise
+def test_dataloader(submission):
+    while not pathlib.Path({said!r}).exists():
+        time.sleep(0.01)
+"""
+
+
+def test_code_that_takes_long_is_said_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "_SAY_EVERY_S", 0.05)
+    lesson, said = course.lesson("ddp"), tmp_path / "said"
+    tests, file = tmp_path / "test_ddp.py", tmp_path / "ddp.py"
+    tests.write_text(SLOW.format(said=str(said)))
+    file.write_text(lesson.solution())
+    (verdict,) = grading.grade(
+        lesson, file, ["dataloader"], tests=tests, deadline_s=DEADLINE_S, say=said.write_text
+    )
+    assert verdict == Verdict(exercise="dataloader")
+    assert "your code has been running for" in said.read_text()
+
+
+def test_pytest_runs_the_tests_of_a_lab(tmp_path: Path) -> None:
+    lab = workspace.start_workspace(course.lesson("gpu-basics"), tmp_path)
+    mistaken = lab.lesson.solution().replace("2 * size**3", "size**3")
+    lab.file.write_text(mistaken)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/"]
+    done = subprocess.run(command, cwd=lab.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "half of the operations are missing" in done.stdout
+    assert "1 failed, 3 passed" in done.stdout

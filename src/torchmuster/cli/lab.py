@@ -8,7 +8,7 @@ from typing import Any
 from torchmuster.cli import output, parsers
 from torchmuster.errors import ExitCode
 from torchmuster.labs import grading, report, workspace
-from torchmuster.labs import lesson as course
+from torchmuster.labs import lesson as labs
 from torchmuster.labs.workspace import Workspace
 from torchmuster.runfolder import write_atomically
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         [
             "muster lab list            show the labs and your progress",
             "muster lab start ddp       copy a lab into labs/ddp",
-            "muster lab check ddp       grade it, and explain each mistake",
+            "muster lab check ddp       run its tests, and explain each mistake",
             "muster lab report ddp      write a report",
         ],
     )
@@ -43,7 +43,7 @@ def _add_start(actions: Any) -> None:
         actions,
         "start",
         "copy a lab into your folder",
-        more="A lab has a text to read, a file with gaps to fill, and questions for the report.",
+        more="A lab has a README, a file with gaps to fill, tests, and questions for the report.",
         examples=["muster lab start ddp", "muster lab start ddp --solution    print the solution"],
     )
     parser.add_argument("name", metavar="NAME", help="a lab's name, from muster lab list")
@@ -58,8 +58,8 @@ def _add_check(actions: Any) -> None:
     parser = parsers.add_action(
         actions,
         "check",
-        "grade a lab by running its code",
-        more="Runs on the CPU, on two ranks if needed. "
+        "grade a lab by running its tests",
+        more="The tests are those of `pytest tests/`. They run on the CPU, on two ranks if needed.\n"
         "The exit code is 1 until all points are reached.",
         examples=["muster lab check", "muster lab check ddp --only train_epoch"],
     )
@@ -68,7 +68,7 @@ def _add_check(actions: Any) -> None:
         "--only", metavar="EXERCISE", help="grade only this exercise, without saving the grade"
     )
     parsers.add_json_flag(parser)
-    parser.set_defaults(run=_check_lab)
+    parser.set_defaults(run=_check)
 
 
 def _add_report(actions: Any) -> None:
@@ -102,96 +102,102 @@ def _add_labs_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    desks = workspace.all_workspaces(options.labs)
+    workspaces = workspace.all_workspaces(options.labs)
     if options.json:
-        output.print_json([_lab_as_json(one) for one in desks])
+        output.print_json([_as_json(lab) for lab in workspaces])
         return ExitCode.GOOD
-    for place, one in enumerate(desks, 1):
-        got = f"{_points(one)}/{one.lesson.points}"
-        output.print_text(
-            f"{place}  {one.lesson.name:<16} {got:>6}  {_lab_state(one):<12} {one.lesson.title}"
-        )
-    counted = [one for one in desks if one.lesson.counts]
-    total = sum(_points(one) for one in counted)
+    counted = []
+    for number, lab in enumerate(workspaces, 1):
+        points = f"{_points(lab)}/{lab.lesson.points}"
+        title = lab.lesson.content.title
+        output.print_text(f"{number}  {lab.lesson.name:<16} {points:>6}  {_state(lab):<12} {title}")
+        if lab.lesson.content.counts:
+            counted.append(lab)
+    total = sum(_points(lab) for lab in counted)
+    verdict = f"{labs.TO_PASS} to pass"
+    if total >= labs.TO_PASS:
+        verdict = "passed"
     first, last = counted[0].lesson.name, counted[-1].lesson.name
-    verdict = "passed" if total >= course.TO_PASS else f"{course.TO_PASS} to pass"
     output.print_text(f"{total} of 100 points in {first} to {last}; {verdict}")
     return ExitCode.GOOD
 
 
-def _lab_as_json(one: Workspace) -> dict[str, object]:
+def _as_json(lab: Workspace) -> dict[str, object]:
     return {
-        "name": one.lesson.name,
-        "title": one.lesson.title,
-        "points": _points(one),
-        "of": one.lesson.points,
-        "counts": one.lesson.counts,
-        "state": _lab_state(one),
-        "folder": str(one.folder),
+        "name": lab.lesson.name,
+        "title": lab.lesson.content.title,
+        "points": _points(lab),
+        "of": lab.lesson.points,
+        "counts": lab.lesson.content.counts,
+        "state": _state(lab),
+        "folder": str(lab.folder),
     }
 
 
-def _points(one: Workspace) -> int:
-    grade = one.grade()
-    return grade.points if grade else 0
+def _points(lab: Workspace) -> int:
+    grade = lab.grade()
+    if grade is None:
+        return 0
+    return grade.points
 
 
-def _lab_state(one: Workspace) -> str:
-    if not one.file.is_file():
+def _state(lab: Workspace) -> str:
+    if not lab.file.is_file():
         return "not started"
-    grade = one.grade()
+    grade = lab.grade()
     if grade is None:
         return "not checked"
-    if grade.of != one.fingerprint():
+    if grade.of != lab.fingerprint():
         return "changed"
-    return "done" if grade.points == one.lesson.points else "checked"
+    if grade.points == lab.lesson.points:
+        return "done"
+    return "checked"
 
 
 def _start(options: argparse.Namespace) -> int:
-    lesson = course.lesson(options.name)
+    lesson = labs.lesson(options.name)
     if options.solution:
         output.print_text(lesson.solution(), end="")
         return ExitCode.GOOD
     started = workspace.start_workspace(lesson, options.labs)
-    output.print_text(f"read     {started.folder / 'reading.md'}")
-    output.print_text(
-        f"fill in  {started.file}: {len(lesson.exercises)} exercises, {lesson.points} points"
-    )
+    count = len(lesson.content.exercises)
+    output.print_text(f"read     {started.folder / 'README.md'}")
+    output.print_text(f"fill in  {started.file}: {count} exercises, {lesson.points} points")
     output.print_text(f"then     muster lab check {lesson.name}")
     return ExitCode.GOOD
 
 
-def _check_lab(options: argparse.Namespace) -> int:
-    at = workspace.find_workspace(options.name, options.labs)
-    lesson = at.lesson
-    names = tuple(one.name for one in lesson.exercises)
+def _check(options: argparse.Namespace) -> int:
+    lab = workspace.find_workspace(options.name, options.labs)
+    lesson = lab.lesson
+    exercises = lesson.content.exercises
     if options.only is not None:
-        names = (lesson.exercise(options.only).name,)
-    of = at.fingerprint()
-    paper = grading.Paper(file=str(at.file.resolve()), exercises=names)
-    (verdicts,) = grading.grade_paper(lesson, [paper], say=output.say)
-    got = grading.points(lesson, verdicts)
+        exercises = (lesson.exercise(options.only),)
+    fingerprint = lab.fingerprint()
+    names = [exercise.name for exercise in exercises]
+    verdicts = grading.grade(lesson, lab.file, names, say=output.say)
+    points = grading.points(lesson, verdicts)
+    possible = sum(exercise.points for exercise in exercises)
     if options.only is None:
-        at.keep(workspace.Grade(of=of, points=got, verdicts=verdicts))
-    findings = [grading.mistake_finding(lesson, one) for one in verdicts]
-    possible = sum(lesson.exercise(name).points for name in names)
+        lab.keep(workspace.Grade(of=fingerprint, points=points, verdicts=verdicts))
+    findings = [grading.mistake_finding(lesson, verdict) for verdict in verdicts]
     if options.json:
-        told = [one.as_json() for one in findings]
-        output.print_json({"lab": lesson.name, "points": got, "of": possible, "findings": told})
+        found = [finding.as_json() for finding in findings]
+        output.print_json({"lab": lesson.name, "points": points, "of": possible, "findings": found})
     else:
         output.show_findings(findings, sys.stdout)
-        output.print_text(f"{lesson.name}: {got} of {possible} points")
-    return ExitCode.GOOD if got == possible else ExitCode.FAILED
+        output.print_text(f"{lesson.name}: {points} of {possible} points")
+    if points < possible:
+        return ExitCode.FAILED
+    return ExitCode.GOOD
 
 
 def _report(options: argparse.Namespace) -> int:
-    at = workspace.find_workspace(options.name, options.labs)
-    write_atomically(at.report, report.lab_page(at))
-    output.print_text(f"report: {at.report}")
-    open_questions = sum(not one for one in at.answers())
-    if open_questions:
-        output.print_text(
-            f"{open_questions} questions left: answer them in {at.folder / 'answers.md'}, then "
-            "rerun"
-        )
+    lab = workspace.find_workspace(options.name, options.labs)
+    write_atomically(lab.report, report.lab_page(lab))
+    output.print_text(f"report: {lab.report}")
+    left = [question for question, answer in lab.answers() if not answer]
+    if left:
+        answers = lab.folder / "answers.md"
+        output.print_text(f"{len(left)} questions left: answer them in {answers}, then rerun")
     return ExitCode.GOOD

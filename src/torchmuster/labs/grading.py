@@ -1,42 +1,46 @@
-"""Grade files with the examiner process, and report the result of each exercise.
+"""Run a lab's tests on the learner's file, and name the mistakes; without torch.
 
-The examiner is a separate process with torch (``probes/examiner.py``); this side does not need
-torch.
+Each exercise runs on ranks of its own (``testing.py``), which have a deadline.
 """
 
 import os
-import subprocess
-import sys
+import re
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import msgspec
 
-from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.labs.lesson import ANYWHERE, Exercise, Lesson
+from torchmuster.labs.lesson import Lesson
+from torchmuster.launch import forked_ranks
+from torchmuster.launch.forked_ranks import RankProgram
 
-# How long an exercise may take; the longest solution needs a twentieth of it.
-DEADLINE_S = 30.0
-_SAY_EVERY_S = 8.0  # maximum time without a progress message
-EXAMINER = "torchmuster.labs.probes.examiner"
-
-
-class Paper(msgspec.Struct, frozen=True, kw_only=True):
-    """A file to grade, and its exercises."""
-
-    file: str
-    exercises: tuple[str, ...]
-
-
-class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request to the examiner."""
-
-    lab: str
-    papers: tuple[Paper, ...]
-    deadline_s: float
+DEADLINE_S = 30.0  # of an exercise; the longest solution needs a twentieth of it
+# For the other ranks after the first has finished: this share of the deadline, as tests take about equally long on
+# each rank; if the first rank reports a mistake, only long enough to get the same report.
+_AFTER_THE_FIRST = 0.3
+_AFTER_A_MISTAKE_S = 1.0
+_SAY_EVERY_S = 8.0
+_LOOK_EVERY_S = 0.01
+_STACKS_WITHIN_S = 0.3
+_PRINTED_LINES = 6
+_PRELOADED = ("torchmuster.labs.testing",)
+# From most informative to consequential; named mistakes of a lab come before all of these.
+_CONSEQUENCES = (
+    "not-done",
+    "missing",
+    "ended",
+    "died",
+    "raised",
+    "hangs",
+    "wrong-value",
+    "waits",
+)
+_TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception raised from|\s*$")
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,98 +51,201 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     seen: str = ""
 
 
-def grade_paper(
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of an exercise on one rank."""
+
+    mistake: str = ""
+    seen: str = ""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One exercise, as its ranks get it."""
+
+    tests: str  # the file with the tests
+    exercise: str
+    file: str  # of the learner
+    folder: str  # for results
+    ranks: int
+    joined: bool
+
+
+def grade(
     lesson: Lesson,
-    papers: Sequence[Paper],
+    file: Path,
+    exercises: Sequence[str],
     *,
+    tests: Path | None = None,
     deadline_s: float = DEADLINE_S,
     say: Callable[[str], None] = lambda _: None,
-) -> list[tuple[Verdict, ...]]:
-    """Return a verdict on each exercise of each paper. All papers share one examiner."""
-    request = GradeRequest(lab=lesson.name, papers=tuple(papers), deadline_s=deadline_s)
-    exercises = sum(len(paper.exercises) for paper in papers)
-    # The examiner kills exercises beyond their deadline; this is the deadline of the examiner
-    # itself.
-    within_s = 60 + 2 * deadline_s * exercises
-    answer = ask_examiner(msgspec.json.encode(request), within_s=within_s, say=say)
-    return msgspec.json.decode(answer, type=list[tuple[Verdict, ...]])
+) -> tuple[Verdict, ...]:
+    """Return a verdict on each of these exercises in the learner's file."""
+    # On the CPU, so that a file gets the same points on every host.
+    forked_ranks.start_server(_PRELOADED, {"CUDA_VISIBLE_DEVICES": ""})
+    verdicts = []
+    for name in exercises:
+        exercise = lesson.exercise(name)
+        with tempfile.TemporaryDirectory(prefix="muster-lab-") as folder:
+            task = Task(
+                tests=str(tests or lesson.tests),
+                exercise=name,
+                file=str(file.resolve()),
+                folder=folder,
+                ranks=exercise.ranks,
+                joined=exercise.joined and exercise.ranks > 1,
+            )
+            outcome = _most_informative(_run(task, deadline_s, say))
+        verdicts.append(Verdict(exercise=name, mistake=outcome.mistake, seen=outcome.seen))
+    return tuple(verdicts)
 
 
 def points(lesson: Lesson, verdicts: Sequence[Verdict]) -> int:
     """Return the points of the verdicts."""
-    return sum(
-        lesson.exercise(verdict.exercise).points for verdict in verdicts if not verdict.mistake
-    )
+    correct = [verdict for verdict in verdicts if not verdict.mistake]
+    return sum(lesson.exercise(verdict.exercise).points for verdict in correct)
 
 
 def mistake_finding(lesson: Lesson, verdict: Verdict) -> Finding:
     """Return a verdict as a finding."""
     exercise = lesson.exercise(verdict.exercise)
     if not verdict.mistake:
-        return Finding(
-            name=exercise.name, status=Status.OK, what=f"{_headline(exercise, exercise.points)}"
-        )
-    word = lesson.words.get(verdict.mistake) or ANYWHERE[verdict.mistake]
-    not_yet = verdict.mistake == "not-done"
+        what = f"{exercise.name} ({exercise.points} of {exercise.points} points)"
+        return Finding(name=exercise.name, status=Status.OK, what=what)
+    hint = lesson.hint(verdict.mistake)
+    status = Status.FAILURE
+    if verdict.mistake == "not-done":
+        status = Status.NOTE
     return Finding(
         name=verdict.mistake,
-        status=Status.NOTE if not_yet else Status.FAILURE,
-        what=f"{_headline(exercise, 0)}: {word.what}",
-        why=word.why,
-        fix=word.fix,
+        status=status,
+        what=f"{exercise.name} (0 of {exercise.points} points): {hint.what}",
+        why=hint.why,
+        fix=hint.fix,
         evidence=verdict.seen,
     )
 
 
-def _headline(exercise: Exercise, got: int) -> str:
-    return f"{exercise.name} ({got} of {exercise.points} points)"
+def _be_learner(rank: int, task: Task) -> None:
+    from torchmuster.labs.testing import run_exercise
+
+    run_exercise(rank, task)
 
 
-def ask_examiner(request: bytes, *, within_s: float, say: Callable[[str], None]) -> bytes:
-    """Run the examiner with a request in a separate process, and return its answer."""
-    environment = dict(os.environ)
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the same points on every machine
-    with tempfile.TemporaryDirectory(prefix="muster-lab-") as name:
-        request_file, answer_file = Path(name) / "request.json", Path(name) / "answer.json"
-        request_file.write_bytes(request)
-        process = subprocess.Popen(
-            [sys.executable, "-m", EXAMINER, str(request_file), str(answer_file)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            errors = _wait_grading(process, within_s, say)
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
-        if process.returncode or not answer_file.exists():
-            raise MusterError(
-                "the lab could not be run",
-                why="\n".join(errors.splitlines()[-4:]),
-                fix="muster doctor",
-            )
-        return answer_file.read_bytes()
-
-
-def _wait_grading(
-    process: "subprocess.Popen[str]", within_s: float, say: Callable[[str], None]
-) -> str:
-    """Return the standard error of the process after it has exited."""
-    began = time.monotonic()
-    while (took_s := time.monotonic() - began) < within_s:
-        try:
-            return process.communicate(timeout=min(_SAY_EVERY_S, within_s - took_s))[1]
-        except subprocess.TimeoutExpired:
-            took_s = time.monotonic() - began
-            say(
-                f"your code has been running for {took_s:.0f} s; hanging exercises will be killed "
-                "and reported"
-            )
-    raise MusterError(
-        f"the lab's code did not finish within {within_s:g} s",
-        fix="try again on an idle machine",
+def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Outcome]:
+    """Run one exercise; ranks beyond the deadline are killed, and count as hanging."""
+    folder = Path(task.folder)
+    (folder / "scratch").mkdir()
+    for rank in range(task.ranks):
+        (folder / f"rank-{rank}.log").touch()  # it may be killed before it has opened them
+        (folder / f"stack-{rank}.txt").touch()
+    program = RankProgram(
+        function=_be_learner,
+        arguments=(task,),
+        ranks=task.ranks,
+        folder=folder / "scratch",
+        logs=folder,
+        environment={},
     )
+    with forked_ranks.started(program) as processes:
+        outcomes = _wait(processes, folder, deadline_s, say)
+        missing = [rank for rank in range(task.ranks) if rank not in outcomes]
+        outcomes |= _hanging(missing, processes, outcomes, task)
+    return [
+        _with_output(outcomes[rank], folder / f"rank-{rank}.log", rank) for rank in sorted(outcomes)
+    ]
+
+
+def _wait(
+    processes: Sequence[BaseProcess], folder: Path, deadline_s: float, say: Callable[[str], None]
+) -> dict[int, Outcome]:
+    """Wait until each rank has a result, or until the deadline."""
+    began_s = said_s = time.monotonic()
+    end_s = began_s + deadline_s
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(processes) and time.monotonic() < end_s:
+        for rank, process in enumerate(processes):
+            if rank in outcomes:
+                continue
+            alive = process.is_alive()  # before reading: it may write its file and die in between
+            outcome = _outcome_of(folder, rank)
+            if outcome is None and alive:
+                continue
+            if outcome is None:
+                end = forked_ranks.end_text(process)
+                outcome = Outcome(mistake="died", seen=f"rank {rank}: {end}")
+            outcomes[rank] = outcome
+            patience_s = deadline_s * _AFTER_THE_FIRST
+            if outcome.mistake not in ("", "wrong-value"):
+                patience_s = _AFTER_A_MISTAKE_S
+            end_s = min(end_s, time.monotonic() + patience_s)
+        time.sleep(_LOOK_EVERY_S)
+        if time.monotonic() - said_s > _SAY_EVERY_S:
+            said_s = time.monotonic()
+            say(
+                f"your code has been running for {said_s - began_s:.0f} s; hanging exercises will be killed and reported"
+            )
+    return outcomes
+
+
+def _hanging(
+    ranks: Sequence[int],
+    processes: Sequence[BaseProcess],
+    outcomes: dict[int, Outcome],
+    task: Task,
+) -> dict[int, Outcome]:
+    """Return outcomes for the ranks without a result, with the line where each one is."""
+    for rank in ranks:
+        os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # it writes its stack
+    if ranks:
+        time.sleep(_STACKS_WITHIN_S)
+    finished = ""
+    for rank, outcome in sorted(outcomes.items()):
+        finished += f"; rank {rank} has finished {outcome.seen}"
+    has_mistake = any(outcome.mistake for outcome in outcomes.values())
+    found = {}
+    for rank in ranks:
+        line = _learners_line(Path(task.folder) / f"stack-{rank}.txt", Path(task.file))
+        seen = f"rank {rank} is still {line or 'running'}{finished}".strip()
+        mistake = "hangs"
+        if has_mistake and not line:  # it waits in the test for a rank with a mistake
+            mistake = "waits"
+        found[rank] = Outcome(mistake=mistake, seen=seen)
+    return found
+
+
+def _outcome_of(folder: Path, rank: int) -> Outcome | None:
+    try:
+        return msgspec.json.decode((folder / f"outcome-{rank}.json").read_bytes(), type=Outcome)
+    except FileNotFoundError:
+        return None
+
+
+def _learners_line(stack: Path, file: Path) -> str:
+    """Return where a rank is: the innermost line of the learner's file."""
+    pattern = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')
+    match = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
+    if match is None:
+        return ""
+    return f"at {file.name}:{match[1]}, in {match[2]}"
+
+
+def _most_informative(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return a named mistake before its consequences, and any mistake before success."""
+
+    def order(outcome: Outcome) -> int:
+        if not outcome.mistake:
+            return len(_CONSEQUENCES)
+        if outcome.mistake in _CONSEQUENCES:
+            return _CONSEQUENCES.index(outcome.mistake)
+        return -1
+
+    return min(outcomes, key=order)
+
+
+def _with_output(outcome: Outcome, log: Path, rank: int) -> Outcome:
+    """Append what a rank printed, if there is a mistake: learners debug by printing."""
+    if not outcome.mistake:
+        return outcome
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    printed = [line for line in lines if not _TORCHS_OWN.match(line)]
+    shown = [f"rank {rank} printed: {line}" for line in printed[-_PRINTED_LINES:]]
+    return msgspec.structs.replace(outcome, seen="\n".join([outcome.seen, *shown]).strip())

@@ -1,18 +1,41 @@
-"""The parts of a lab; without torch."""
+"""A lab of the course: a folder with text, solution, tests, and texts about mistakes; without torch.
 
-import importlib
-from collections.abc import Mapping
+::
+
+    lessons/ddp/README.md          the text to read
+    lessons/ddp/solution.py        the solution; the starter is made from it
+    lessons/ddp/tests/test_ddp.py  one test for each exercise
+    lessons/ddp/answers.md         questions for the report
+    lessons/ddp/lab.toml           points of the exercises, and hints for known mistakes
+"""
+
+import tomllib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from torchmuster.errors import Impossible
 
+NAMES = (
+    "communication",
+    "ddp",
+    "gpu-basics",
+    "mixed-precision",
+    "distributed",
+    "memory",
+    "pipeline",
+    "machines",
+    "lost-node",
+)
+TO_PASS = 70  # of the 100 points of the labs from gpu-basics to pipeline
+_HERE = Path(__file__).parent
 # Marks of a gap: the learner writes the lines between them.
 _BEGIN, _END = "# solution", "# end of solution"
 
 
-class Word(NamedTuple):
+class Hint(msgspec.Struct, frozen=True):
     """The text about a mistake: what is wrong, its effect, how to fix it."""
 
     what: str
@@ -20,33 +43,29 @@ class Word(NamedTuple):
     fix: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exercise:
-    """An exercise. Graded on ``ranks`` ranks, with a process group unless ``joined`` is false."""
+class Exercise(msgspec.Struct, frozen=True, kw_only=True):
+    """An exercise, graded on ``ranks`` ranks, with a process group unless ``joined`` is false."""
 
     name: str
-    title: str
     points: int
     ranks: int = 2
     joined: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lesson:
-    """A lab: exercises, texts about mistakes, questions of the report."""
+class LabFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of a lab.toml."""
 
-    name: str
     title: str
     exercises: tuple[Exercise, ...]
-    words: Mapping[str, Word]
-    questions: tuple[str, ...]
-    on_gpus: str
+    hints: dict[str, Hint]
     counts: bool = False  # towards the 100 points of the course
 
-    @property
-    def points(self) -> int:
-        """The points of the lab."""
-        return sum(exercise.points for exercise in self.exercises)
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lab, by its name, such as ``gpu-basics``."""
+
+    name: str
 
     @property
     def module(self) -> str:
@@ -58,32 +77,67 @@ class Lesson:
         """The name of the learner's file."""
         return f"{self.module}.py"
 
+    @property
+    def folder(self) -> Path:
+        """The folder with the content of the lab."""
+        return _HERE / "lessons" / self.module
+
+    @property
+    def tests(self) -> Path:
+        """The file with the lab's tests."""
+        return self.folder / "tests" / f"test_{self.module}.py"
+
+    @cached_property
+    def content(self) -> LabFile:
+        """Title, exercises and hints."""
+        text = (self.folder / "lab.toml").read_text(encoding="utf-8")
+        return msgspec.convert(tomllib.loads(text), LabFile)
+
+    @property
+    def points(self) -> int:
+        """The points of the lab."""
+        return sum(exercise.points for exercise in self.content.exercises)
+
     def exercise(self, name: str) -> Exercise:
         """Return one exercise by its name."""
-        match = next((exercise for exercise in self.exercises if exercise.name == name), None)
-        if match is None:
-            raise Impossible(
-                f"lab {self.name} has no exercise {name!r}",
-                why=f"its exercises are: {', '.join(exercise.name for exercise in self.exercises)}",
-                fix=f"muster lab check {self.name}",
-            )
-        return match
+        for exercise in self.content.exercises:
+            if exercise.name == name:
+                return exercise
+        names = ", ".join(exercise.name for exercise in self.content.exercises)
+        raise Impossible(
+            f"lab {self.name} has no exercise {name!r}",
+            why=f"its exercises are: {names}",
+            fix=f"muster lab check {self.name}",
+        )
 
-    def reading(self) -> str:
-        """Return the reading."""
-        return (_here(self) / "reading.md").read_text(encoding="utf-8")
+    def hint(self, mistake: str) -> Hint:
+        """Return the text about a mistake, of this lab or of any."""
+        return self.content.hints.get(mistake) or general_hints()[mistake]
 
     def solution(self) -> str:
         """Return the reference solution."""
-        return without_gaps((_here(self) / "solution.py").read_text(encoding="utf-8"))
+        return without_gaps((self.folder / "solution.py").read_text(encoding="utf-8"))
 
     def starter(self) -> str:
         """Return the starter: the solution with gaps."""
-        return with_gaps((_here(self) / "solution.py").read_text(encoding="utf-8"))
+        return with_gaps((self.folder / "solution.py").read_text(encoding="utf-8"))
 
 
-def _here(lesson: Lesson) -> Path:
-    return Path(__file__).parent / "lessons" / lesson.module
+def lesson(name: str) -> Lesson:
+    """Return a lab by its name."""
+    if name not in NAMES:
+        raise Impossible(
+            f"unknown lab {name!r}",
+            why=f"the labs are: {', '.join(NAMES)}",
+            fix="muster lab list",
+        )
+    return Lesson(name)
+
+
+def general_hints() -> dict[str, Hint]:
+    """Return the texts about mistakes that can occur in any exercise."""
+    text = (_HERE / "hints.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, Hint])
 
 
 def with_gaps(solution: str) -> str:
@@ -106,77 +160,3 @@ def without_gaps(solution: str) -> str:
     """Return a solution without the marks."""
     lines = [line for line in solution.splitlines() if line.strip() not in (_BEGIN, _END)]
     return "\n".join(lines) + "\n"
-
-
-# Mistakes that can occur in any exercise.
-ANYWHERE: Mapping[str, Word] = {
-    "not-done": Word(
-        "not done yet",
-        "a gap of the starter was reached",
-        "replace it with your code; see reading.md next to the file",
-    ),
-    "missing": Word(
-        "a required name is missing",
-        "the check uses the name from the starter",
-        "define it again with its original name and argument order",
-    ),
-    "raised": Word(
-        "your code raised an error",
-        "the last line of the traceback is the error; the line of your file shows where it occurred",
-        "fix the reported error; for more details, call the function from your own script",
-    ),
-    "ended": Word(
-        "your code exited the process",
-        "it called sys.exit, exit or quit; the other ranks would wait for this one forever",
-        "raise an error instead, or return",
-    ),
-    "died": Word(
-        "the process died",
-        "no error was raised: the process was killed, ran out of memory, or called os._exit",
-        "do not exit or kill the process in your code",
-    ),
-    "hangs": Word(
-        "your code hangs",
-        "usually one rank waits in a collective that another rank never calls",
-        "make the same collective calls in the same order on all ranks",
-    ),
-    "wrong-value": Word(
-        "the result is wrong",
-        "the line below compares it with the result of plain PyTorch",
-        "compute the same example by hand",
-    ),
-}
-
-
-# Each is the module ``lesson`` of a folder in ``lessons/``, imported on use.
-NAMES = (
-    "communication",
-    "ddp",
-    "gpu-basics",
-    "mixed-precision",
-    "distributed",
-    "memory",
-    "pipeline",
-    "machines",
-    "lost-node",
-)
-# Of the 100 points of the labs from gpu-basics to pipeline.
-TO_PASS = 70
-
-
-def lesson(name: str) -> Lesson:
-    """Return a lab by its name."""
-    if name not in NAMES:
-        raise Impossible(
-            f"unknown lab {name!r}",
-            why=f"the labs are: {', '.join(NAMES)}",
-            fix="muster lab list",
-        )
-    module = importlib.import_module(f"torchmuster.labs.lessons.{name.replace('-', '_')}.lesson")
-    lesson: Lesson = module.LESSON
-    return lesson
-
-
-def lessons() -> list[Lesson]:
-    """Return all labs."""
-    return [lesson(name) for name in NAMES]

@@ -15,14 +15,12 @@ def lab_page(workspace: Workspace) -> str:
     """Return a lab's report as HTML, with links to the plots in the lab's folder."""
     lesson = workspace.lesson
     parts = [
-        f"<h1>{escape(lesson.title)}</h1>",
+        f"<h1>{escape(lesson.content.title)}</h1>",
         f"<p>{escape(_points_text(workspace))}</p>",
         *_mistakes(workspace),
         *_plots(workspace),
         "<h2>Questions</h2>",
         *_questions(workspace),
-        "<h2>Differences on GPUs</h2>",
-        f"<p>{escape(lesson.on_gpus)}</p>",
     ]
     return frame.html_page(f"lab {lesson.name}", parts)
 
@@ -55,9 +53,8 @@ def _plots(workspace: Workspace) -> Iterator[str]:
 
 
 def _questions(workspace: Workspace) -> Iterator[str]:
-    pairs = zip(workspace.lesson.questions, workspace.answers(), strict=True)
-    for number, (question, answer) in enumerate(pairs, 1):
+    for question, answer in workspace.answers():
         body = "<p>Not answered yet: answers.md.</p>"
         if answer:
             body = f"<pre>{escape(answer)}</pre>"
-        yield f"<article><b>{number}. {escape(question)}</b>{body}</article>"
+        yield f"<article><b>{escape(question)}</b>{body}</article>"

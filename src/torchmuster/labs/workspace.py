@@ -2,15 +2,17 @@
 
 ::
 
-    labs/ddp/reading.md     the introduction
-    labs/ddp/ddp.py         the starter, edited by the learner
-    labs/ddp/answers.md     the report's questions, answered by the learner
-    labs/ddp/grade.json     the result of ``muster lab check``
-    labs/ddp/report.html    the page of ``muster lab report``
+    labs/ddp/README.md            the introduction
+    labs/ddp/ddp.py               the starter, edited by the learner
+    labs/ddp/tests/test_ddp.py    the tests
+    labs/ddp/answers.md           the report's questions, answered by the learner
+    labs/ddp/grade.json           the result of ``muster lab check``
+    labs/ddp/report.html          the page of ``muster lab report``
 """
 
 import hashlib
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from torchmuster.labs.lesson import Lesson
 from torchmuster.runfolder import write_atomically
 
 DEFAULT_ROOT = Path("labs")
-_QUESTION = re.compile(r"^## (\d+)\..*$", re.MULTILINE)
+_QUESTION = re.compile(r"^## (\d+\..*)$", re.MULTILINE)
 _NO_ANSWER = "(your answer)"
 
 
@@ -71,19 +73,14 @@ class Workspace:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def answers(self) -> list[str]:
-        """Return the answer to each question; empty if not answered."""
-        try:
-            text = (self.folder / "answers.md").read_text(encoding="utf-8")
-        except OSError:
-            text = ""
-        parts = _QUESTION.split(text)[1:]
-        answers = {
-            int(number): answer.strip()
-            for number, answer in zip(parts[::2], parts[1::2], strict=True)
-        }
-        texts = [answers.get(number, "") for number in range(1, len(self.lesson.questions) + 1)]
-        return ["" if text == _NO_ANSWER else text for text in texts]
+    def answers(self) -> list[tuple[str, str]]:
+        """Return the questions with their answers; an answer is empty if it is not written yet."""
+        path = self.folder / "answers.md"
+        if not path.exists():
+            path = self.lesson.folder / "answers.md"
+        questions = _QUESTION.split(path.read_text(encoding="utf-8"))[1:]
+        pairs = zip(questions[::2], questions[1::2], strict=True)
+        return [(title, answer.strip().replace(_NO_ANSWER, "")) for title, answer in pairs]
 
 
 def start_workspace(lesson: Lesson, root: Path) -> Workspace:
@@ -103,15 +100,10 @@ def start_workspace(lesson: Lesson, root: Path) -> Workspace:
             why=error.strerror or str(error),
             fix="pass a writable folder: --labs DIR",
         ) from error
-    questions = "".join(
-        f"## {number}. {question}\n\n{_NO_ANSWER}\n\n"
-        for number, question in enumerate(lesson.questions, 1)
-    )
-    title = f"# {lesson.title}: questions\n\nYour answers become part of the report.\n\n"
-    (workspace.folder / "reading.md").write_text(lesson.reading(), encoding="utf-8")
-    (workspace.folder / "answers.md").write_text(
-        title + questions.rstrip() + "\n", encoding="utf-8"
-    )
+    for name in ("README.md", "answers.md"):
+        shutil.copyfile(lesson.folder / name, workspace.folder / name)
+    (workspace.folder / "tests").mkdir()
+    shutil.copyfile(lesson.tests, workspace.folder / "tests" / lesson.tests.name)
     workspace.file.write_text(lesson.starter(), encoding="utf-8")
     return workspace
 
@@ -135,7 +127,7 @@ def find_workspace(name: str | None, root: Path) -> Workspace:
 
 def all_workspaces(root: Path) -> list[Workspace]:
     """Return a workspace for every lab, started or not."""
-    return [Workspace(lesson, root / lesson.name) for lesson in lessons.lessons()]
+    return [Workspace(Lesson(name), root / name) for name in lessons.NAMES]
 
 
 def _started(lesson: Lesson, root: Path) -> Workspace:

@@ -40,7 +40,7 @@ def test_the_list_shows_points_and_how_far_one_is(
     ]
     assert listed[4] == {
         "name": "distributed",
-        "title": lesson.lesson("distributed").title,
+        "title": lesson.lesson("distributed").content.title,
         "points": 25,
         "of": 25,
         "counts": True,
@@ -54,7 +54,7 @@ def test_a_lab_is_started_in_a_folder_of_ones_choice(
 ) -> None:
     done = muster("lab", "start", "ddp", "--labs", "course")
     assert done.code == 0
-    for fact in ("course/ddp/reading.md", "course/ddp/ddp.py", "20 points", "muster lab check ddp"):
+    for fact in ("course/ddp/README.md", "course/ddp/ddp.py", "20 points", "muster lab check ddp"):
         assert fact in done.out
     assert done.out == snapshot
     assert (own_machine / "course" / "ddp" / "ddp.py").read_text() == lesson.lesson("ddp").starter()

@@ -6,7 +6,7 @@ import pytest
 
 from torchmuster.errors import Impossible
 from torchmuster.labs import lesson as course
-from torchmuster.labs.lesson import ANYWHERE, with_gaps, without_gaps
+from torchmuster.labs.lesson import Lesson, general_hints, with_gaps, without_gaps
 
 SOLUTION = '''\
 def double(number: int) -> int:
@@ -38,30 +38,40 @@ def test_a_starter_is_the_solution_with_its_gaps_open() -> None:
 @pytest.mark.parametrize("name", course.NAMES)
 def test_every_lab_is_whole(name: str) -> None:
     lesson = course.lesson(name)
-    assert lesson.name == name
-    gaps = lesson.starter().count("# YOUR CODE HERE")
-    assert gaps >= len(lesson.exercises)
+    exercises = lesson.content.exercises
+    assert lesson.starter().count("# YOUR CODE HERE") >= len(exercises)
     for text in (lesson.starter(), lesson.solution()):
         ast.parse(text)
         assert "# solution" not in text
         assert "# end of solution" not in text
-    reading = lesson.reading()
-    assert "## What to do" in reading
-    assert "## What differs on GPUs" in reading
-    assert f"muster lab check {name}" in reading
-    assert "```\n" in reading  # its diagrams
-    assert len(lesson.questions) >= 3
-    assert not set(lesson.words) & set(ANYWHERE)
+    reading = (lesson.folder / "README.md").read_text()
+    for part in (
+        "## What to do",
+        "## What differs on GPUs",
+        f"muster lab check {name}",
+        "pytest tests/",
+        "```\n",
+    ):
+        assert part in reading
+    assert (lesson.folder / "answers.md").read_text().count("## ") >= 3
+    tests = lesson.tests.read_text()
+    assert [f"def test_{exercise.name}(" in tests for exercise in exercises] == [True] * len(
+        exercises
+    )
+    assert not set(lesson.content.hints) & set(general_hints())
 
 
 @pytest.mark.parametrize("name", course.NAMES)
-def test_every_word_says_what_why_and_what_to_do(name: str) -> None:
-    for mistake, word in course.lesson(name).words.items():
-        assert all(part.strip() and not part.endswith(".") for part in word), mistake
+def test_every_hint_says_what_why_and_what_to_do(name: str) -> None:
+    for mistake, hint in course.lesson(name).content.hints.items():
+        for part in (hint.what, hint.why, hint.fix):
+            assert part.strip(), mistake
+            assert not part.endswith("."), mistake
 
 
 def test_the_course_gives_the_points_that_were_promised() -> None:
-    counted = {one.name: one.points for one in course.lessons() if one.counts}
+    labs = [Lesson(name) for name in course.NAMES]
+    counted = {lab.name: lab.points for lab in labs if lab.content.counts}
     assert counted == {
         "gpu-basics": 20,
         "mixed-precision": 20,
@@ -71,7 +81,7 @@ def test_the_course_gives_the_points_that_were_promised() -> None:
     }
     assert sum(counted.values()) == 100
     assert course.TO_PASS == 70
-    assert all(one.points == 20 for one in course.lessons() if not one.counts)
+    assert {lab.points for lab in labs if not lab.content.counts} == {20}
 
 
 def test_an_unknown_lab_or_exercise_is_refused_with_the_names_there_are() -> None:

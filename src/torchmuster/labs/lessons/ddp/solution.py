@@ -83,8 +83,7 @@ class DDPTrainer:
         Returns the mean loss over all samples of all ranks; the last batch may be smaller.
         """
         # solution
-        sampler = dataloader.sampler
-        assert isinstance(sampler, DistributedSampler)
+        sampler: Any = dataloader.sampler
         sampler.set_epoch(self.epoch)
         total = torch.zeros(2, device=self.device)
         for inputs, targets in dataloader:

@@ -83,8 +83,8 @@ def accumulate(
     """
     # solution
     optimizer.zero_grad()
-    for place, (inputs, targets) in enumerate(micro_batches, 1):
-        with nullcontext() if place == len(micro_batches) else model.no_sync():
+    for number, (inputs, targets) in enumerate(micro_batches, 1):
+        with nullcontext() if number == len(micro_batches) else model.no_sync():
             (criterion(model(inputs), targets) / len(micro_batches)).backward()
     optimizer.step()
     # end of solution

@@ -58,6 +58,21 @@ def speedups(before_s: Mapping[int, float], after_s: Mapping[int, float]) -> dic
     # end of solution
 
 
+def plot_speedups(speedups_by_size: Mapping[int, float], path: str) -> None:
+    """Draw the speed-up by size with matplotlib, with a title for each axis, and save the picture."""
+    # solution
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    axes.plot(list(speedups_by_size), list(speedups_by_size.values()), marker="o")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("size")
+    axes.set_ylabel("speed-up")
+    figure.savefig(path)
+    pyplot.close(figure)
+    # end of solution
+
+
 def training_memory(
     model: nn.Module,
     inputs: torch.Tensor,
@@ -71,25 +86,28 @@ def training_memory(
     each storage once, without those of the weights.
     """
     # solution
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    kept: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved_bytes: dict[int, int] = {}  # address of a storage -> size
 
     def pack(saved: torch.Tensor) -> torch.Tensor:
         storage = saved.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         loss = criterion(model(inputs), targets)
     loss.backward()
     optimizer.step()
-    states = [one for state in optimizer.state.values() for one in state.values()]
+    optimizer_bytes = 0
+    for state in optimizer.state.values():
+        optimizer_bytes += sum(value.nbytes for value in state.values() if torch.is_tensor(value))
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     return {
-        "weights": sum(one.nbytes for one in model.parameters()),
-        "activations": sum(kept.values()),
-        "gradients": sum(one.grad.nbytes for one in model.parameters() if one.grad is not None),
-        "optimizer": sum(one.nbytes for one in states if isinstance(one, torch.Tensor)),
+        "weights": sum(weight.nbytes for weight in model.parameters()),
+        "activations": sum(saved_bytes.values()),
+        "gradients": sum(gradient.nbytes for gradient in gradients),
+        "optimizer": optimizer_bytes,
     }
     # end of solution
 
@@ -107,3 +125,20 @@ def sufficient_size(tflops: Mapping[int, float]) -> int:
     best = max(tflops.values())
     return min(size for size, rate in tflops.items() if rate >= 0.9 * best)
     # end of solution
+
+
+def main() -> None:
+    """Measure this machine; with a GPU, draw its speed-up over the CPU."""
+    cpu = {size: benchmark_matmul(torch.device("cpu"), size) for size in (128, 256, 512, 1024)}
+    for size, result in cpu.items():
+        print(f"cpu {size}: {result.tflops:.3f} TFLOPS")
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        seconds = {size: benchmark_matmul(device, size).seconds for size in cpu}
+        before = {size: result.seconds for size, result in cpu.items()}
+        plot_speedups(speedups(before, seconds), "speedup.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ def remaining(
     # solution
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(samples, generator=generator).tolist()
-    return [int(one) for one in order[done:][rank::world_size]]
+    return list(order[done:][rank::world_size])
     # end of solution
 
 

@@ -65,11 +65,11 @@ def gather_names(store: Store, rank: int, world_size: int, name: str, within_s: 
     """
     # solution
     store.set(f"machine/{rank}", name)
-    keys = [f"machine/{one}" for one in range(world_size)]
+    keys = [f"machine/{number}" for number in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=within_s))
     except RuntimeError:
-        missing = [str(one) for one, key in enumerate(keys) if not store.check([key])]
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
         raise TimeoutError(f"missing: ranks {', '.join(missing)}") from None
     return [store.get(key).decode() for key in keys]
     # end of solution
@@ -80,7 +80,7 @@ def test_all_gather_basic() -> list[int]:
     # solution
     gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, torch.tensor([float(dist.get_rank())]))
-    return [int(one.item()) for one in gathered]
+    return [int(value.item()) for value in gathered]
     # end of solution
 
 

@@ -40,7 +40,7 @@ def attention(
 
 
 def train_frugally(
-    model: nn.Module,
+    layers: Sequence[nn.Module],
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     criterion: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -48,15 +48,19 @@ def train_frugally(
 ) -> list[float]:
     """Run one step per batch, in parts of ``micro_batch`` samples; return each batch's mean loss.
 
-    The last part may be smaller, and is weighted by its number of samples.
+    The last part may be smaller, and is weighted by its number of samples. Each layer is checkpointed
+    (``CheckpointedStack``), and runs in bfloat16 under autocast.
     """
     # solution
+    model = CheckpointedStack(layers, every=1)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
         total = 0.0
-        for part, wanted in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
-            loss = criterion(model(part), wanted) * (len(part) / len(inputs))
+        parts = zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True)
+        for part, expected in parts:
+            with torch.autocast(part.device.type, dtype=torch.bfloat16):
+                loss = criterion(model(part), expected) * (len(part) / len(inputs))
             loss.backward()
             total += loss.item()
         optimizer.step()

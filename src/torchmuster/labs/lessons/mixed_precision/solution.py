@@ -1,7 +1,7 @@
 """Train in 16 bits where it is safe, and find out where it is not."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,32 @@ def scaled_step(
     # end of solution
 
 
+def train_in_fp16(
+    model: nn.Module,
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    criterion: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> list[int]:
+    """Train in float16, one step for each batch, gradients clipped to 1.0; return the skipped steps.
+
+    With a scale that is too large, the gradients overflow: the scaler skips that step (numbers from 0) and halves its
+    scale.
+    """
+    # solution
+    skipped = []
+    for number, (inputs, targets) in enumerate(batches):
+        optimizer.zero_grad()
+        with torch.autocast(inputs.device.type, dtype=torch.float16):
+            loss = criterion(model(inputs), targets)
+        scale = scaler.get_scale()
+        scaled_step(loss, model, optimizer, scaler, max_norm=1.0)
+        if scaler.get_scale() < scale:
+            skipped.append(number)
+    return skipped
+    # end of solution
+
+
 def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
     """Return the name of the first layer whose output is not finite (NaN or infinite), or None.
 
@@ -62,8 +88,10 @@ def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
 
         return look
 
-    leaves = [(name, one) for name, one in model.named_modules() if not list(one.children())]
-    hooks = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    hooks = []
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            hooks.append(module.register_forward_hook(watch(name)))
     try:
         model(inputs)
     finally:

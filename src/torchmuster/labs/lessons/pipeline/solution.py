@@ -1,16 +1,16 @@
 """Everything from the earlier labs in one trainer, with profiling and monitoring."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,12 +30,17 @@ class ProductionTrainer:
     def __init__(
         self, model: nn.Module, train_batches: Batches, val_batches: Batches, settings: Settings
     ) -> None:
-        """Create ``model`` (DDP), ``optimizer`` (SGD) and ``scheduler`` (ExponentialLR)."""
+        """Create ``model`` (DDP), ``optimizer`` (SGD) and ``scheduler`` (ExponentialLR).
+
+        ``model`` is on its device already; DDP gets that device as ``device_ids`` on a GPU.
+        """
         self.train_batches = train_batches
         self.val_batches = val_batches
         self.settings = settings
+        self.device = next(model.parameters()).device
         # solution
-        self.model = DistributedDataParallel(model)
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        self.model = DistributedDataParallel(model, device_ids=device_ids)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=settings.rate)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, settings.decay)
         # end of solution
@@ -47,7 +52,7 @@ class ProductionTrainer:
         of batches.
         """
         # solution
-        total = torch.zeros(1)
+        total = torch.zeros(1, device=self.device)
         size = self.settings.accumulation
         for begin in range(0, len(self.train_batches), size):
             total += self._step(self.train_batches[begin : begin + size])
@@ -61,8 +66,9 @@ class ProductionTrainer:
         total = 0.0
         self.optimizer.zero_grad()
         for number, (inputs, targets) in enumerate(group, 1):
-            with self._silence(number < len(group)):
-                with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+            inputs, targets = inputs.to(self.device), targets.to(self.device)
+            with nullcontext() if number == len(group) else self.model.no_sync():
+                with torch.autocast(self.device.type, dtype=torch.bfloat16):
                     loss = nn.functional.cross_entropy(self.model(inputs), targets)
                 (loss / len(group)).backward()
             total += loss.item()
@@ -72,24 +78,16 @@ class ProductionTrainer:
         return total
         # end of solution
 
-    @contextmanager
-    def _silence(self, wanted: bool) -> Iterator[None]:
-        """Skip gradient communication if requested. This function is complete."""
-        if wanted:
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
     def validate(self) -> float:
         """Return the mean loss over all samples of all ranks; their numbers may differ."""
         # solution
-        total = torch.zeros(2)
+        total = torch.zeros(2, device=self.device)
         self.model.eval()
         with torch.no_grad():
             for inputs, targets in self.val_batches:
+                inputs, targets = inputs.to(self.device), targets.to(self.device)
                 loss = nn.functional.cross_entropy(self.model.module(inputs), targets)
-                total += torch.tensor([loss.item() * len(inputs), len(inputs)])
+                total += torch.tensor([loss.item() * len(inputs), len(inputs)], device=self.device)
         self.model.train()
         dist.all_reduce(total)
         return float(total[0] / total[1])
@@ -129,36 +127,80 @@ def profile_steps(
 ) -> dict[str, float]:
     """Profile steps of these parts; return each part's share of the time, by name.
 
-    Mark each part with ``record_function(name)``, run one step before the profile starts, and
-    export it to ``trace`` (Chrome's format). The shares add up to 1.
+    Mark each part with ``record_function(name)``, give the profiler a ``schedule`` with one step to warm up, and export
+    the trace to ``trace`` (Chrome's format). The shares add up to 1.
     """
     # solution
-    for part in parts.values():
-        part()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        for _ in range(steps):
+    plan = schedule(wait=0, warmup=1, active=steps)
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    times = dict.fromkeys(parts, 0.0)
+
+    def collect(profiler: profile) -> None:
+        profiler.export_chrome_trace(trace)
+        for event in profiler.key_averages():
+            if event.key in times:
+                times[event.key] = event.cpu_time_total
+
+    with profile(activities=activities, schedule=plan, on_trace_ready=collect) as profiler:
+        for _ in range(1 + steps):
             for name, part in parts.items():
                 with record_function(name):
                     part()
-    seen.export_chrome_trace(trace)
-    times = {event.key: event.cpu_time_total for event in seen.key_averages() if event.key in parts}
+            profiler.step()
     return {name: times[name] / sum(times.values()) for name in parts}
     # end of solution
 
 
-class Monitor:
-    """Stores a row for every ``every``-th step on rank 0, and raises alerts."""
+def gpu_metrics() -> dict[str, float]:
+    """Return "utilization" (%), "memory_bytes" and "temperature_c" of GPU 0 from NVML.
 
-    def __init__(self, rank: int, every: int) -> None:
+    Without NVML (``import pynvml`` or ``nvmlInit`` fails), return an empty dict.
+    """
+    # solution
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no GPU, no driver or no pynvml on this machine
+        return {}
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    temperature = pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
+    return {
+        "utilization": float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        "memory_bytes": float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used),
+        "temperature_c": float(temperature),
+    }
+    # end of solution
+
+
+class Monitor:
+    """Stores a row for every ``every``-th step on rank 0, writes it to TensorBoard, and raises alerts.
+
+    ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or None.
+    """
+
+    def __init__(self, rank: int, every: int, writer: Any = None) -> None:
         self.rank = rank
         self.every = every
+        self.writer = writer
         self.rows: list[tuple[int, float, float]] = []  # step, loss, samples/s
 
     def log(self, step: int, loss: torch.Tensor, samples_per_s: float) -> None:
-        """Store a row of plain numbers on rank 0 if the step is due (0, every, …)."""
+        """Store a row of plain numbers on rank 0 if the step is due (0, every, …).
+
+        TensorBoard gets "loss", "samples_per_s", and each of :func:`gpu_metrics` as "gpu/NAME".
+        """
         # solution
-        if self.rank == 0 and step % self.every == 0:
-            self.rows.append((step, loss.item(), samples_per_s))
+        if self.rank != 0 or step % self.every != 0:
+            return
+        self.rows.append((step, loss.item(), samples_per_s))
+        if self.writer is not None:
+            self.writer.add_scalar("loss", loss.item(), step)
+            self.writer.add_scalar("samples_per_s", samples_per_s, step)
+            for name, value in gpu_metrics().items():
+                self.writer.add_scalar(f"gpu/{name}", value, step)
         # end of solution
 
     def render(self) -> str:
@@ -172,10 +214,10 @@ class Monitor:
         """Return "loss-not-finite" and "slow" (below half of the best rate) for the last row."""
         # solution
         _, loss, rate = self.rows[-1]
-        found = []
+        alerts = []
         if not math.isfinite(loss):
-            found.append("loss-not-finite")
+            alerts.append("loss-not-finite")
         if rate < 0.5 * max(row[2] for row in self.rows):
-            found.append("slow")
-        return found
+            alerts.append("slow")
+        return alerts
         # end of solution

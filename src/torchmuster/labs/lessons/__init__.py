@@ -1,1 +1,0 @@
-"""One folder per lab: reading, solution (source of the starter), checks, texts."""

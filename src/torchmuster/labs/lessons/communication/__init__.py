@@ -1,1 +1,0 @@
-"""Lab: set-up and communication."""

@@ -1,1 +1,0 @@
-"""Lab: training with DistributedDataParallel."""

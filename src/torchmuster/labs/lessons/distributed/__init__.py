@@ -1,1 +1,0 @@
-"""Lab: distributed training, scaling and accumulation."""

@@ -1,1 +1,0 @@
-"""Lab: GPU basics and profiling."""

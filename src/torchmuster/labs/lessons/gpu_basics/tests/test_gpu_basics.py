@@ -1,0 +1,148 @@
+"""The tests of the lab gpu-basics: pytest tests/, or muster lab check."""
+
+import sys
+import time
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch import nn
+
+from torchmuster.labs.testing import (
+    Operations,
+    SavedBytes,
+    Submission,
+    compare,
+    exercise,
+    is_close,
+    replaced,
+    require,
+)
+
+_ITERATIONS, _SIZE = 10, 8
+_READING_S = 1e-6  # avoids a division by zero
+
+
+class _Device:
+    """An asynchronous fake device: each product takes 1 s, and finishes on synchronization."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.products = self.given = self.looks = 0
+
+    def saw(self, operation: str, _: Any) -> None:
+        if operation in ("mm", "bmm", "addmm"):
+            self.products += 1
+            self.given += 1
+
+    def wait(self, _: Any = None) -> None:
+        self.now_s += self.given
+        self.given = 0
+
+    def clock(self) -> float:
+        self.looks += 1
+        self.now_s += _READING_S
+        return self.now_s
+
+
+@exercise
+def test_benchmark(submission: Submission) -> None:
+    """On a device that takes one second per product, the result must be one second."""
+    device = _Device()
+    with (
+        submission.code.replaced("wait_for", device.wait),
+        replaced(time, "perf_counter", device.clock),
+        Operations(device.saw),
+    ):
+        result = submission.code.benchmark_matmul(torch.device("cpu"), _SIZE, _ITERATIONS)
+    seconds, rate = float(result.seconds), float(result.tflops)
+    require(device.looks >= 2, "wrong-clock", f"time.perf_counter was read {device.looks} times")
+    said = f"each product took 1 s; it returned {seconds:.3g} s"
+    require(seconds > 0.01, "no-synchronize", said)
+    require(device.products > _ITERATIONS, "no-warm-up", f"{device.products} products in total")
+    require(not _about(seconds, _ITERATIONS), "total-not-mean", said)
+    require(seconds < 1.05, "warm-up-timed", said)
+    require(_about(seconds, 1.0), "wrong-value", said)
+    operations = rate * 1e12 * seconds
+    half = f"a product of {_SIZE} x {_SIZE} counted {operations:.0f} operations"
+    require(not _about(operations, _SIZE**3), "flops-halved", half)
+    require(_about(operations, 2 * _SIZE**3), "wrong-value", half)
+
+
+def _about(given: float, expected: float) -> bool:
+    return abs(given / expected - 1) < 0.02
+
+
+@exercise
+def test_measurements(submission: Submission) -> None:
+    """An outlier does not count; a speed-up is above 1 if it is faster."""
+    usual = submission.code.typical_seconds([1.0, 1.1, 9.0, 0.9, 1.0])
+    require(not is_close(usual, 2.6), "outlier-decides", "for 1.0 1.1 9.0 0.9 1.0 it returned 2.6")
+    compare(usual, 1.0, "typical_seconds of 1.0 1.1 9.0 0.9 1.0")
+    given = submission.code.speedups({128: 2.0, 512: 8.0}, {128: 4.0, 512: 1.0})
+    upside_down = is_close([given[128], given[512]], [2.0, 0.125])
+    require(not upside_down, "speedup-upside-down", "from 8 s to 1 s it returned 0.125")
+    compare([given[128], given[512]], [0.5, 8.0], "speedups from 2, 8 s to 4, 1 s")
+    _check_plot(submission)
+
+
+def _check_plot(submission: Submission) -> None:
+    """Run the plot with a stand-in for matplotlib, which may not be installed."""
+    pyplot = MagicMock()
+    pyplot.subplots.return_value = MagicMock(), MagicMock()
+    figure, axes = pyplot.subplots.return_value
+    package = MagicMock(pyplot=pyplot)
+    path = str(submission.folder / "speedup.png")
+    with patch.dict(sys.modules, {"matplotlib": package, "matplotlib.pyplot": pyplot}):
+        submission.code.plot_speedups({128: 0.5, 512: 8.0}, path)
+    saved = [*pyplot.savefig.call_args_list, *figure.savefig.call_args_list]
+    require(bool(saved), "plot-not-saved", "savefig was not called")
+    compare(len(saved), 1, "the number of saved pictures")
+    require(str(saved[0].args[0]) == path, "plot-not-saved", f"saved as {saved[0].args[0]}")
+    titles = [pyplot.xlabel, pyplot.ylabel, axes.set_xlabel, axes.set_ylabel, axes.set]
+    called = [title for title in titles if title.called]
+    require(len(called) == 2 or axes.set.called, "axes-without-titles", f"{len(called)} titles")
+    drawn = [*pyplot.plot.call_args_list, *axes.plot.call_args_list]
+    require(bool(drawn), "wrong-value", "plot was not called")
+    sizes, values = list(drawn[0].args[0]), list(drawn[0].args[1])
+    compare([*sizes, *values], [128, 512, 0.5, 8.0], "what was drawn")
+
+
+@exercise
+def test_memory(submission: Submission) -> None:
+    """Each kind of bytes, of a step with Adam."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    inputs, targets = torch.randn(8, 16), torch.randn(8, 4)
+    weights = sum(one.numel() * 4 for one in model.parameters())
+    with SavedBytes(model.parameters()) as kept:
+        nn.functional.mse_loss(model(inputs), targets)
+    with SavedBytes([]) as with_weights:
+        nn.functional.mse_loss(model(inputs), targets)
+    optimizer = torch.optim.Adam(model.parameters())
+    stages = submission.code.training_memory(model, inputs, targets, nn.MSELoss(), optimizer)
+    counted = f"for {weights} bytes of weights it returned {stages['weights']}"
+    require(stages["weights"] != weights // 4, "elements-not-bytes", counted)
+    compare(stages["weights"], weights, '"weights"')
+    compare(stages["gradients"], weights, '"gradients"')
+    seen = f'"optimizer" is {stages["optimizer"]}; Adam stores two values per weight'
+    require(stages["optimizer"] > 0, "state-before-step", seen)
+    require(abs(stages["optimizer"] - 2 * weights) <= 64, "wrong-value", seen)
+    activations = stages["activations"]
+    seen = f'"activations" is {activations}, expected {kept.total}'
+    require(activations != with_weights.total, "weights-as-activations", seen)
+    require(activations != kept.with_repeats, "activations-twice", seen)
+    require(activations == kept.total, "wrong-value", seen)
+
+
+@exercise
+def test_analysis(submission: Submission) -> None:
+    """The saving of 16 bits, and the size that saturates a device."""
+    stages = {"weights": 100, "activations": 400, "gradients": 100, "optimizer": 200}
+    share = submission.code.saving_in_16_bits(stages)
+    everything = "for 800 bytes, 400 of them activations, it returned 50 %"
+    require(not is_close(share, 0.5), "everything-halves", everything)
+    compare(share, 0.25, "saving_in_16_bits, with 400 of 800 bytes activations,")
+    rates = {128: 1.0, 512: 6.0, 1024: 9.3, 2048: 9.9, 4096: 10.0}
+    size = submission.code.sufficient_size(rates)
+    require(size != 4096, "best-not-sufficient", f"for {rates} it returned 4096")
+    compare(size, 1024, f"sufficient_size of {rates}")

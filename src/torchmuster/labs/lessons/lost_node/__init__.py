@@ -1,1 +1,0 @@
-"""Lab: losing a node."""

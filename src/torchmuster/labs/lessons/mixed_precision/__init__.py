@@ -1,1 +1,0 @@
-"""Lab: mixed precision."""

@@ -1,1 +1,0 @@
-"""Lab: the production pipeline."""

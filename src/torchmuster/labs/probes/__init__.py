@@ -1,1 +1,0 @@
-"""Run the learner's file in separate processes with torch and a deadline."""

@@ -1,0 +1,297 @@
+"""What the tests of labs use: the learner's code on this rank, known mistakes, and records of calls.
+
+A test is marked with :func:`exercise` and named after its exercise. Started by pytest, it runs on ranks of its own, and
+fails with the hint for the mistake.
+"""
+
+import faulthandler
+import importlib.util
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from torchmuster.finding import render
+from torchmuster.labs import grading
+from torchmuster.labs.grading import Outcome, Task
+from torchmuster.labs.lesson import lesson
+from torchmuster.labs.torch_private import TorchDispatchMode
+from torchmuster.labs.torch_private import forward_hooks as forward_hooks
+from torchmuster.runfolder import write_atomically
+
+torch.compiler.reset()  # imports torch's compiler, a second that each rank's first optimizer would take
+
+_MESSAGE_LINES = 6  # of an error, after its first line
+_LOOK_EVERY_S = 0.005
+
+
+class Mistake(BaseException):
+    """A named mistake; ``seen`` is the evidence.
+
+    Not an Exception: it may be raised inside the learner's code, which may catch those.
+    """
+
+    def __init__(self, name: str, seen: str = "") -> None:
+        super().__init__(name)
+        self.name = name
+        self.seen = seen
+
+
+def mistake(name: str, seen: str = "") -> NoReturn:
+    """Stop the test with this mistake."""
+    raise Mistake(name, seen)
+
+
+def require(good: bool, otherwise: str, seen: str = "") -> None:
+    """Stop the test with a mistake unless the condition holds."""
+    if not good:
+        raise Mistake(otherwise, seen)
+
+
+def compare(value: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:
+    """Stop the test unless a number or tensor has the expected value, within rounding."""
+    seen = f"{what} gave {_short(value)}, expected {_short(expected)}"
+    require(is_close(value, expected), otherwise, seen)
+
+
+def is_close(value: Any, other: Any, *, rtol: float = 1e-4) -> bool:
+    """Return whether two numbers or tensors of one shape agree within rounding."""
+    left = torch.as_tensor(value, dtype=torch.float64)
+    right = torch.as_tensor(other, dtype=torch.float64)
+    return left.shape == right.shape and torch.allclose(left, right, rtol=rtol, atol=1e-6)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().flatten().tolist()[:4]
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    return repr(value)
+
+
+class LearnersModule:
+    """The learner's module; a missing name is a mistake of the learner, not an internal error."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._module: ModuleType | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._module is None:
+            self._module = _load(self._file)
+        if not hasattr(self._module, name):
+            mistake("missing", f"{self._file.name} has no {name}")
+        return getattr(self._module, name)
+
+    def replaced(self, name: str, value: Any) -> Any:
+        """Replace a name of the module temporarily."""
+        getattr(self, name)
+        return replaced(self._module, name, value)
+
+
+class Submission:
+    """What a test gets: the learner's ``code`` on this rank, and a folder that the ranks share."""
+
+    def __init__(self, *, file: Path, rank: int, world_size: int, folder: Path) -> None:
+        self.code = LearnersModule(file)
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
+
+    def post(self, name: str, text: str = "") -> None:
+        """Write a text for the other rank, without a process group."""
+        write_atomically(self.folder / name, text, durable=False)
+
+    def wait_for(self, name: str) -> str:
+        """Wait for a text of the other rank."""
+        while not (self.folder / name).exists():
+            time.sleep(_LOOK_EVERY_S)
+        return (self.folder / name).read_text(encoding="utf-8")
+
+
+Test = Callable[[Submission], None]
+
+
+def exercise(test: Test) -> Callable[[], None]:
+    """Make a test of a submission one that pytest can run, on the file in the folder above."""
+
+    def graded() -> None:
+        __tracebackhide__ = True
+        tests = Path(test.__code__.co_filename)
+        lab = lesson(tests.stem.removeprefix("test_").replace("_", "-"))
+        name = test.__name__.removeprefix("test_")
+        (verdict,) = grading.grade(lab, tests.parent.parent / lab.file, [name], tests=tests)
+        if verdict.mistake:
+            raise AssertionError(render([grading.mistake_finding(lab, verdict)]))
+
+    graded.__doc__ = test.__doc__
+    graded.test = test  # type: ignore[attr-defined]
+    return graded
+
+
+# ---- in a rank
+
+
+def run_exercise(rank: int, task: Task) -> None:
+    """Run one test as this rank, write its outcome, and wait to be killed.
+
+    A rank that exits early would break the connections of the others.
+    """
+    folder, file = Path(task.folder), Path(task.file)
+    # What the learner sees is of the learner's file, not of the test.
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", module=re.escape(file.stem))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    stack = (folder / f"stack-{rank}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    outcome = _outcome(rank, task)
+    text = msgspec.json.encode(outcome).decode()
+    write_atomically(folder / f"outcome-{rank}.json", text, durable=False)
+    while True:
+        signal.pause()
+
+
+def _outcome(rank: int, task: Task) -> Outcome:
+    file = Path(task.file)
+    scratch = Path(task.folder) / "scratch"
+    submission = Submission(file=file, rank=rank, world_size=task.ranks, folder=scratch)
+    try:
+        test = getattr(_load(Path(task.tests)), f"test_{task.exercise}").test
+        if task.joined:
+            dist.init_process_group("gloo")
+        test(submission)
+        return Outcome()
+    except Mistake as error:
+        return Outcome(mistake=error.name, seen=error.seen)
+    except NotImplementedError as error:
+        return Outcome(mistake="not-done", seen=_line(error, file).lstrip())
+    except (SystemExit, KeyboardInterrupt) as error:
+        return Outcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
+    except BaseException as error:
+        return Outcome(mistake="raised", seen=_raised(error, file))
+
+
+def _load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _raised(error: BaseException, file: Path) -> str:
+    """Return an error with its line, the learner's lines of the traceback, and its message."""
+    message, *more = [line for line in str(error).splitlines() if line.strip()] or [""]
+    lines = [f"{type(error).__name__}: {message}{_line(error, file)}"]
+    for frame in _learners_frames(error, file):
+        lines.append(f"  line {frame.lineno}: {frame.line}")
+    return "\n".join([*lines, *more[:_MESSAGE_LINES]])
+
+
+def _line(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f" at {file.name}:{error.lineno}"
+    frames = _learners_frames(error, file)
+    if not frames:
+        return ""
+    return f" at {file.name}:{frames[-1].lineno}, in {frames[-1].name}"
+
+
+def _learners_frames(error: BaseException, file: Path) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if frame.filename == str(file)]
+
+
+# ---- records of what the learner's code does, without a change of its results
+
+
+class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):
+    """The calls of one function, in order: positional and named arguments."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a name temporarily."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def watched(owner: Any, name: str, before: Callable[..., object] | None = None) -> Iterator[Calls]:
+    """Record the calls of a function; ``before`` gets the arguments of each call first."""
+    calls = Calls()
+    original = getattr(owner, name)
+
+    def watching(*arguments: Any, **named: Any) -> Any:
+        calls.append((arguments, named))
+        if before is not None:
+            before(*arguments, **named)
+        return original(*arguments, **named)
+
+    with replaced(owner, name, watching):
+        yield calls
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd saves for backward, each storage once, without parameters.
+
+    ``with_repeats`` counts a storage each time it is saved.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self._parameters = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+        self._known = set(self._parameters)
+        self.total = self.with_repeats = 0
+
+    def __enter__(self) -> "SavedBytes":  # type: ignore[override]
+        """Begin to count."""
+        super().__enter__()
+        return self
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self.with_repeats += storage.nbytes()
+        if storage.data_ptr() not in self._known:
+            self._known.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return saved
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``seen(name, result)`` for every operation below autograd."""
+
+    def __init__(self, seen: Callable[[str, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen(func.overloadpacket.__name__, result)
+        return result
