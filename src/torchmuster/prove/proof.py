@@ -1,18 +1,26 @@
-"""Prove a script: run the trials, compare them, and collect one result for each property."""
+"""Prove a script: run the trials, compare them, and collect a result for each check."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.prove import comparing
-from torchmuster.prove.comparing import Difference, Property, Scaling
+from torchmuster.prove import comparing, comparing_ranks
+from torchmuster.prove.comparing import Difference, Property
+from torchmuster.prove.comparing_ranks import Variation
 from torchmuster.prove.explanations import finding_of
 from torchmuster.prove.records import TrialRecord
-from torchmuster.prove.trials import HOW, ProofRequest, ResumeTrial, Trials, stops_for
+from torchmuster.prove.trials import (
+    HOW,
+    FailedBaseline,
+    ProofRequest,
+    ResumeTrial,
+    Trials,
+    stops_for,
+)
+from torchmuster.units import plural
 
 Outcome = Literal["pass", "fail", "not tested"]
 PROPERTIES: tuple[Property, ...] = ("determinism", "resume", "ranks")
@@ -37,7 +45,6 @@ class Proof:
     baseline: TrialRecord | None = None
     repeated: TrialRecord | None = None
     resumed: list[ResumeTrial] = field(default_factory=list)
-    scaled: dict[str, TrialRecord] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     runs: int = 0
     took_s: float = 0.0
@@ -46,15 +53,6 @@ class Proof:
     def failed(self) -> bool:
         """Whether a property does not hold; one that could not be tested is only noted."""
         return any(result.outcome == "fail" for result in self.results)
-
-    @property
-    def script(self) -> str:
-        """The name of the script."""
-        return (
-            Path(self.request.command[0]).name
-            if not self.request.module
-            else self.request.command[0]
-        )
 
 
 def prove_script(
@@ -66,26 +64,28 @@ def prove_script(
 ) -> Proof:
     """Run everything that the properties need."""
     begun_s = time.monotonic()
-    proof = Proof(request=request)
-    with Trials(request, say).prepared() as trials:
-        _Prover(proof, trials, allowed).prove(properties)
-    proof.runs = trials.runs
-    proof.took_s = time.monotonic() - begun_s
-    return proof
+    with Trials.prepared(request, say) as trials:
+        prover = Prover(request, trials, allowed)
+        prover.prove(properties)
+    prover.proof.runs = trials.runs
+    prover.proof.took_s = time.monotonic() - begun_s
+    return prover.proof
 
 
-class _Prover:
-    def __init__(self, proof: Proof, trials: Trials, allowed: Collection[str]) -> None:
-        self._proof, self._trials, self._allowed = proof, trials, allowed
-        self._request = proof.request
+class Prover:
+    """Runs the trials of each property, and adds the results to ``proof``."""
+
+    def __init__(self, request: ProofRequest, trials: Trials, allowed: Collection[str]) -> None:
+        self.proof = Proof(request=request)
+        self._request, self._trials, self._allowed = request, trials, allowed
 
     def prove(self, properties: Collection[str]) -> None:
+        """Prove these properties, from the same undisturbed run."""
         try:
-            baseline = self._trials.baseline()
-        except MusterError as error:
+            baseline = self.proof.baseline = self._trials.baseline()
+        except FailedBaseline as error:
             self._explain_failed_baseline(error)
             return
-        self._proof.baseline = baseline
         exact = True
         if "determinism" in properties:
             exact = self._prove_determinism(baseline)
@@ -93,282 +93,170 @@ class _Prover:
             self._prove_resume(baseline, exact=exact)
         if "ranks" in properties:
             self._prove_ranks(baseline)
+            self._prove_variations(baseline)
+
+    def _explain_failed_baseline(self, error: FailedBaseline) -> None:
+        """Name a difference between ranks as the cause of a failed run, if there is one."""
+        differences = comparing_ranks.compare_ranks(error.record)
+        uneven = [difference for difference in differences if difference.kind == "uneven-batches"]
+        if not uneven:
+            raise error
+        self.proof.baseline = error.record
+        for difference in uneven:
+            self._differs("ranks.uneven-batches", difference)
+
+    # ---- results
+
+    def _passed(self, name: str, what: str) -> None:
+        finding = Finding(name=f"prove-{name}", status=Status.OK, what=what)
+        self._add(name, "pass", finding)
+
+    def _untested(self, name: str, what: str, why: str, fix: str = "") -> None:
+        text = f"{_property(name)}: not tested: {what}"
+        finding = Finding(
+            name=f"prove-{_property(name)}-not-tested",
+            status=Status.NOTE,
+            what=text,
+            why=why,
+            fix=fix,
+        )
+        self._add(name, "not tested", finding)
+
+    def _differs(self, name: str, difference: Difference) -> None:
+        is_allowed = difference.kind in self._allowed
+        outcome: Outcome = "fail"
+        if is_allowed:
+            outcome = "pass"
+        self._add(name, outcome, finding_of(difference, allowed=is_allowed), difference)
 
     def _add(
-        self,
-        name: str,
-        which: Property,
-        difference: Difference | None,
-        passed: str,
-        *,
-        outcome: Outcome = "pass",
-        why: str = "",
-        fix: str = "",
+        self, name: str, outcome: Outcome, finding: Finding, difference: Difference | None = None
     ) -> None:
-        if difference is not None:
-            accepted = difference.kind in self._allowed
-            finding = finding_of(difference, allowed=accepted)
-            outcome = "pass" if accepted else "fail"
-        else:
-            tested = outcome == "pass"
-            finding = Finding(
-                name=f"prove-{name}" if tested else f"prove-{which}-not-tested",
-                status=Status.OK if tested else Status.NOTE,
-                what=f"{which}: {passed}",
-                why=why,
-                fix=fix,
-            )
-        self._proof.results.append(
+        self.proof.results.append(
             Result(
                 name=name,
-                property=which,
+                property=_property(name),
                 outcome=outcome,
                 finding=finding,
                 difference=difference,
             )
         )
 
-    def _explain_failed_baseline(self, error: MusterError) -> None:
-        """Name a difference between ranks as the cause of a failed run, if there is one."""
-        record = self._trials.failed
-        found = comparing.compare_ranks(record) if record is not None and record.steps else []
-        found = [one for one in found if one.kind == "uneven-batches"]
-        if not found or isinstance(error, Impossible):
-            raise error
-        self._proof.baseline = record
-        for difference in found:
-            self._add(f"ranks.{difference.kind}", "ranks", difference, "")
-
-    # ---- determinism
+    # ---- properties
 
     def _prove_determinism(self, baseline: TrialRecord) -> bool:
-        repeated = self._proof.repeated = self._trials.run(
-            "repeated", "the same again, in new interpreters", fresh=True
-        )
+        """Repeat the run in new interpreters; return whether it is the same."""
+        repeated = self._trials.run("repeated", "the same again, in new interpreters", fresh=True)
         if repeated.trouble:
             raise MusterError(
-                f"{self._proof.script} failed when it was repeated in new interpreters",
+                f"{self._request.script} failed when it was repeated in new interpreters",
                 why=repeated.trouble,
-                fix=f"muster run {self._proof.script}",
+                fix=f"muster run {self._request.script}",
             )
+        self.proof.repeated = repeated
         difference = comparing.compare_repeated(baseline, repeated)
-        self._add(
-            "determinism",
-            "determinism",
-            difference,
-            f"two runs are bitwise equal in all {baseline.steps} steps",
-        )
-        return difference is None
-
-    # ---- resume
+        if difference is not None:
+            self._differs("determinism", difference)
+            return False
+        what = f"determinism: two runs are bitwise equal in all {baseline.steps} steps"
+        self._passed("determinism", what)
+        return True
 
     def _prove_resume(self, baseline: TrialRecord, *, exact: bool) -> None:
-        stops = [one for one in stops_for(baseline) if one[0] in self._request.stops]
+        stops = [stop for stop in stops_for(baseline) if stop.name in self._request.stops]
         if not stops:
-            self._add(
+            self._untested(
                 "resume",
-                "resume",
-                None,
-                f"not tested: the script saved no checkpoint in its first {baseline.steps} steps",
-                outcome="not tested",
-                why="it is stopped after a checkpoint, and started again",
-                fix="let it save more often (for example --save_steps 5 after the script), or test more --steps",
+                f"the script saved no checkpoint in its first {baseline.steps} steps",
+                "it is stopped after a checkpoint, and started again",
+                "let it save more often, or test more --steps",
             )
             return
-        if not exact and self._differs("determinism", "data-order", "weights"):
-            self._add(
+        if self._repeats_otherwise():
+            self._untested(
                 "resume",
-                "resume",
-                None,
-                "not tested: two undisturbed runs already differ",
-                outcome="not tested",
-                why="a resumed run cannot be compared with a run that does not repeat itself",
-                fix="first fix what differs between two runs",
+                "two undisturbed runs already differ",
+                "a resumed run cannot be compared with a run that does not repeat itself",
+                "first fix what differs between two runs",
             )
             return
-        for name, stop in stops:
-            trial = self._trials.stop_and_resume(name, stop, baseline)
-            self._proof.resumed.append(trial)
-            start = max((save.step for save in trial.stopped.saves), default=0)
-            if start >= baseline.steps:
-                self._add(
-                    f"resume.{name}",
-                    "resume",
-                    None,
-                    f"not tested: the script continued to its last step after {HOW[stop.how]}",
-                    outcome="not tested",
-                    why="no steps are left to compare",
-                )
+        for stop in stops:
+            name = f"resume.{stop.name}"
+            trial = self._trials.stop_and_resume(stop, baseline)
+            self.proof.resumed.append(trial)
+            if trial.newest_step >= baseline.steps:
+                what = f"the script continued to its last step after {HOW[stop.how]}"
+                self._untested(name, what, "no steps are left to compare")
                 continue
-            found = comparing.compare_resumed(baseline, trial, exact=exact)
-            equal = "bitwise equal" if exact else "equal in data and learning rate"
-            if found.rounding:
-                equal = f"equal up to rounding ({found.rounding:.0e})"
-            self._add(
-                f"resume.{name}",
-                "resume",
-                found.difference,
-                f"stopped after step {stop.after_step} by {HOW[stop.how]}, resumed from step {start}: {equal}",
+            resumed = comparing.compare_resumed(baseline, trial, exact=exact)
+            if resumed.difference is not None:
+                self._differs(name, resumed.difference)
+                continue
+            equal = "equal in data and learning rate"
+            if resumed.rounding:
+                equal = f"equal up to rounding ({resumed.rounding:.0e})"
+            elif exact:
+                equal = "bitwise equal"
+            self._passed(
+                name,
+                f"resume: stopped after step {stop.after_step} by {HOW[stop.how]}, "
+                f"resumed from step {trial.newest_step}: {equal}",
             )
 
-    def _differs(self, which: Property, *kinds: str) -> bool:
-        return any(
-            result.difference is not None
-            and result.property == which
-            and result.difference.kind in kinds
-            for result in self._proof.results
-        )
-
-    # ---- ranks
+    def _repeats_otherwise(self) -> bool:
+        """Return whether two undisturbed runs begin with other weights or read other data."""
+        for result in self.proof.results:
+            difference = result.difference
+            if difference is not None and difference.kind in ("data-order", "weights"):
+                return True
+        return False
 
     def _prove_ranks(self, baseline: TrialRecord) -> None:
-        differences = comparing.compare_ranks(baseline)
-        if not differences and self._proof.repeated is not None:
-            differences = comparing.compare_ranks(self._proof.repeated)
+        differences = comparing_ranks.compare_ranks(baseline)
+        if not differences and self.proof.repeated is not None:
+            differences = comparing_ranks.compare_ranks(self.proof.repeated)
         for difference in differences:
-            self._add(f"ranks.{difference.kind}", "ranks", difference, "")
-        if not differences:
-            many = len(baseline.ranks) > 1
-            passed = (
-                f"{len(baseline.ranks)} ranks read different samples, and have equal weights after each step"
-                if many
-                else "each epoch has its own order, and loader workers their own random numbers"
-            )
-            self._add("ranks.replicas", "ranks", None, passed)
-        try:
-            self._prove_scaling(baseline)
-        except MusterError as error:  # keep the other results
-            self._add(
-                "ranks.scaling",
-                "ranks",
-                None,
-                f"not tested: {error.what}",
-                outcome="not tested",
-                why=error.why,
-                fix=error.fix,
-            )
-
-    def _prove_scaling(self, baseline: TrialRecord) -> None:
-        request = self._request
-        batch = self._batch_size(baseline)
-        flag = _flag(request.batch_argument)
-        if request.other_ranks and (flag or request.with_run_folder):
-            total = batch * request.ranks
-            counts = sorted({request.ranks, *request.other_ranks})
-            impossible = [count for count in counts if total % count]
-            if impossible:
-                raise Impossible(
-                    f"a global batch of {total} cannot be split over {impossible[0]} ranks",
-                    why=f"{request.ranks} ranks have {batch} samples each",
-                    fix=f"set {flag} so that {impossible[0]} divides it, or leave out --ranks {impossible[0]}",
-                )
-            for count in counts:
-                words = (flag, str(total // count)) if flag else ()
-                self._scaled_run(f"{count} ranks" if count > 1 else "1 rank", count, words)
-            self._compare_scaled([f"{n} ranks" if n > 1 else "1 rank" for n in counts], counts)
-        elif request.other_ranks:
-            self._add(
-                "ranks.scaling",
-                "ranks",
-                None,
-                "not tested: whether other numbers of ranks give the same gradients",
-                outcome="not tested",
-                why="the global batch must stay the same",
-                fix="name the script's argument for the batch per rank, for example --batch-arg batch_size",
-            )
-        if request.accumulation_argument:
-            self._prove_accumulation(batch)
-
-    def _scaled_run(self, name: str, ranks: int, words: Sequence[str]) -> None:
-        record = self._trials.run(
-            name.replace(" ", "-"),
-            f"{name}, without dropout" + (f": {' '.join(words)}" if words else ""),
-            ranks=ranks,
-            arguments=tuple(words),
-            dropout=False,
-        )
-        if record.trouble or not record.steps:
-            raise MusterError(
-                f"{self._proof.script} failed with {name}",
-                why=record.trouble,
-                fix="leave out this number of ranks: --ranks",
-            )
-        self._proof.scaled[name] = record
-
-    def _compare_scaled(self, names: Sequence[str], counts: Sequence[int]) -> None:
-        for name, count in zip(names[1:], counts[1:], strict=True):
-            scaling = comparing.compare_scaled(
-                self._proof.scaled[names[0]],
-                self._proof.scaled[name],
-                names=(names[0], name),
-                ratio=count / counts[0],
-                accumulation=False,
-            )
-            self._add_scaling(f"ranks.{name.replace(' ', '-')}", scaling, names[0], name)
-
-    def _add_scaling(self, name: str, scaling: Scaling, few: str, many: str) -> None:
-        if scaling.why_not:
-            self._add(
-                name,
-                "ranks",
-                None,
-                f"not tested: {many} against {few}",
-                outcome="not tested",
-                why=scaling.why_not,
-            )
+            self._differs(f"ranks.{difference.kind}", difference)
+        if differences:
             return
-        self._add(
-            name,
-            "ranks",
-            scaling.difference,
-            f"{many} and {few} give the same gradients in {scaling.steps} steps (norms differ by at most "
-            f"{scaling.largest:.1e})",
-        )
+        what = "each epoch has its own order, and loader workers their own random numbers"
+        if len(baseline.ranks) > 1:
+            ranks = len(baseline.ranks)
+            what = f"{ranks} ranks read different samples, and have equal weights after each step"
+        self._passed("ranks.replicas", f"ranks: {what}")
 
-    def _prove_accumulation(self, batch: int) -> None:
-        request = self._request
-        flag, batch_flag = _flag(request.accumulation_argument), _flag(request.batch_argument)
-        if not batch_flag or batch % 2:
-            raise Impossible(
-                "--accumulation-arg needs --batch-arg, and an even batch per rank",
-                why="half the batch is used with twice the accumulation"
-                + (f"; the batch is {batch}" if batch_flag else ""),
-                fix="--batch-arg NAME --accumulation-arg NAME",
-            )
-        now = int(_value_of(request.command, flag) or 1)
-        few, many = f"{now} micro-batches per step", f"{2 * now} micro-batches per step"
-        few = few.replace("1 micro-batches", "1 micro-batch")
-        self._scaled_run(few, request.ranks, (batch_flag, str(batch), flag, str(now)))
-        self._scaled_run(many, request.ranks, (batch_flag, str(batch // 2), flag, str(2 * now)))
-        scaling = comparing.compare_scaled(
-            self._proof.scaled[few],
-            self._proof.scaled[many],
-            names=(few, many),
-            ratio=2.0,
-            accumulation=True,
-        )
-        self._add_scaling("ranks.accumulation", scaling, few, many)
+    # ---- the same global batch on other numbers of ranks, and with more accumulation
 
-    def _batch_size(self, baseline: TrialRecord) -> int:
-        """Return the samples per rank and micro-batch: of the script's argument, or as recorded."""
-        given = _value_of(self._request.command, _flag(self._request.batch_argument))
-        if given and given.isdecimal():
-            return int(given)
-        return max(
-            len(batch.samples) for step in baseline.ranks[0].steps for batch in step.micro_batches
-        )
+    def _prove_variations(self, baseline: TrialRecord) -> None:
+        try:
+            for variations in self._trials.variations(baseline):
+                self._compare(variations)
+        except MusterError as error:  # keep the other results
+            self._untested("ranks.scaling", error.what, error.why, error.fix)
+
+    def _compare(self, variations: list[Variation]) -> None:
+        first, *more = variations
+        expected = self._trials.run_variation(first)
+        for variation in more:
+            record = self._trials.run_variation(variation)
+            scaling = comparing_ranks.compare_scaled(expected, record, first, variation)
+            name = f"ranks.{variation.check}"
+            pair = f"{variation.name} and {first.name}"
+            if scaling.why_not:
+                self._untested(name, pair, scaling.why_not)
+            elif scaling.difference is not None:
+                self._differs(name, scaling.difference)
+            else:
+                self._passed(
+                    name,
+                    f"ranks: {pair} give the same gradients in {plural(scaling.steps, 'step')} "
+                    f"(norms differ by at most {scaling.largest:.1e})",
+                )
 
 
-def _flag(name: str) -> str:
-    return name if not name or name.startswith("-") else f"--{name}"
-
-
-def _value_of(command: Sequence[str], flag: str) -> str:
-    """Return the value of an argument in a command; "" if it is not there."""
-    if not flag:
-        return ""
-    for place, word in enumerate(command):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            return value if equals else next(iter(command[place + 1 : place + 2]), "")
-    return ""
+def _property(name: str) -> Property:
+    """Return the property of a check: the part of its name before the point."""
+    for known in PROPERTIES:
+        if name.partition(".")[0] == known:
+            return known
+    raise ValueError(name)

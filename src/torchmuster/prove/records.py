@@ -3,8 +3,8 @@
 A hash is equal if and only if the values are bitwise equal. Nothing here depends on torch.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ EventKind = Literal["save", "load", "worker", "loader", "end"]
 class StopRequest:
     """Stop a trial once ``after_step`` steps are done: before the next one, or in the save that follows them."""
 
+    name: str
     after_step: int
     how: How
     in_micro_batch: int = 0  # of the next step
@@ -80,9 +81,7 @@ class ParametersRecord(msgspec.Struct, kw_only=True, tag="parameters"):
     names: list[str]
     sharded: list[bool]
     dtype: str
-    layers: list[
-        str
-    ]  # classes of layers that make a result depend on the batch or on random numbers
+    layers: list[str]  # classes of layers whose result depends on the samples of one rank
 
 
 class EventRecord(msgspec.Struct, kw_only=True, tag="event", omit_defaults=True):
@@ -99,6 +98,7 @@ class EventRecord(msgspec.Struct, kw_only=True, tag="event", omit_defaults=True)
 
 
 Line = StepRecord | ParametersRecord | EventRecord
+_LINE = msgspec.json.Decoder(Line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +110,23 @@ class RankRecord:
     steps: list[StepRecord]
     events: list[EventRecord]
 
+    def micro_batches(self) -> list[MicroBatch]:
+        """Return the micro-batches of all steps."""
+        batches: list[MicroBatch] = []
+        for step in self.steps:
+            batches += step.micro_batches
+        return batches
+
     def of_kind(self, kind: EventKind) -> list[EventRecord]:
         """Return the events of a kind."""
         return [event for event in self.events if event.kind == kind]
 
     def line_of(self, kind: EventKind) -> str:
         """Return where in the script the last event of a kind happened; "" if unknown."""
-        return next((event.line for event in reversed(self.of_kind(kind)) if event.line), "")
+        for event in reversed(self.events):
+            if event.kind == kind and event.line:
+                return event.line
+        return ""
 
 
 @dataclass(frozen=True)
@@ -127,10 +137,18 @@ class TrialRecord:
     trouble: str = ""
     saves: list[EventRecord] = field(default_factory=list)  # complete checkpoints, oldest first
 
-    @cached_property
+    @property
     def steps(self) -> int:
         """The number of steps that all ranks made."""
-        return min((len(rank.steps) for rank in self.ranks), default=0)
+        return min(len(rank.steps) for rank in self.ranks)
+
+    @property
+    def dtype(self) -> str:
+        """The type of the trained parameters."""
+        parameters = self.ranks[0].parameters
+        if parameters is None:
+            return "float32"
+        return parameters.dtype
 
     def up_to(self, steps: int) -> "TrialRecord":
         """Return the record without what happened after this many steps."""
@@ -141,15 +159,19 @@ class TrialRecord:
         saves = [save for save in self.saves if save.step <= steps]
         return TrialRecord(ranks=ranks, trouble=self.trouble, saves=saves)
 
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step (from 0), over all ranks."""
+        batches: list[MicroBatch] = []
+        for rank in self.ranks:
+            batches += rank.steps[step].micro_batches
+        return batches
+
     def loss(self, step: int) -> float | None:
-        """Return the mean of the losses of a step (from 0), over ranks and micro-batches."""
-        losses = [
-            batch.loss
-            for rank in self.ranks
-            for batch in rank.steps[step].micro_batches
-            if batch.loss is not None
-        ]
-        return sum(losses) / len(losses) if losses else None
+        """Return the mean of the losses of a step, over ranks and micro-batches."""
+        losses = [batch.loss for batch in self.micro_batches(step) if batch.loss is not None]
+        if not losses:
+            return None
+        return sum(losses) / len(losses)
 
     def gradient_norm(self, step: int) -> float:
         """Return the gradient norm of a step over all ranks, before clipping if that is known."""
@@ -159,14 +181,12 @@ class TrialRecord:
         sharded = sum(rank.steps[step].sharded_square for rank in self.ranks)
         return float((first.replicated_square + sharded) ** 0.5)
 
-    def samples(self, step: int) -> list[str]:
-        """Return the samples of a step, over all ranks and micro-batches."""
-        return [
-            sample
-            for rank in self.ranks
-            for batch in rank.steps[step].micro_batches
-            for sample in batch.samples
-        ]
+    def samples(self, step: int) -> Counter[str]:
+        """Return how often each sample is in a step, over all ranks and micro-batches."""
+        samples: Counter[str] = Counter()
+        for batch in self.micro_batches(step):
+            samples.update(batch.samples)
+        return samples
 
 
 def file_of(into: Path, rank: int) -> Path:
@@ -174,27 +194,28 @@ def file_of(into: Path, rank: int) -> Path:
     return into / f"rank-{rank}.jsonl"
 
 
-def read_rank(into: Path, rank: int) -> RankRecord:
-    """Read what a rank recorded; a line cut off by a kill is left out."""
-    lines: list[Line] = []
-    decoder = msgspec.json.Decoder(Line)
-    own = file_of(into, rank)
-    for path in (own, own.with_suffix(".workers.jsonl")):
-        for text in path.read_bytes().splitlines() if path.exists() else ():
-            try:
-                lines.append(decoder.decode(text))
-            except msgspec.MsgspecError:
-                break
-    return RankRecord(
-        rank=rank,
-        parameters=next(
-            (line for line in reversed(lines) if isinstance(line, ParametersRecord)), None
-        ),
-        steps=[line for line in lines if isinstance(line, StepRecord)],
-        events=[line for line in lines if isinstance(line, EventRecord)],
-    )
-
-
 def read_ranks(into: Path, ranks: int) -> list[RankRecord]:
     """Read what all ranks of a trial recorded."""
-    return [read_rank(into, rank) for rank in range(ranks)]
+    return [_read_rank(into, rank) for rank in range(ranks)]
+
+
+def _read_rank(into: Path, rank: int) -> RankRecord:
+    """Read what a rank recorded; a line cut off by a kill is left out."""
+    record = RankRecord(rank=rank, parameters=None, steps=[], events=[])
+    file = file_of(into, rank)
+    for path in (file, file.with_suffix(".workers.jsonl")):
+        if not path.exists():
+            continue
+        for text in path.read_bytes().splitlines():
+            try:
+                line = _LINE.decode(text)
+            except msgspec.MsgspecError:
+                break
+            match line:
+                case StepRecord():
+                    record.steps.append(line)
+                case EventRecord():
+                    record.events.append(line)
+                case ParametersRecord():
+                    record = replace(record, parameters=line)
+    return record

@@ -1,6 +1,7 @@
 """The result of a proof: one screen, a page and JSON."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
@@ -17,25 +18,27 @@ from torchmuster.redaction import printable
 from torchmuster.units import format_seconds, plural
 
 _NARROWEST, _WIDER = 1.5, 3.0  # widths of the curves
+_NOT_WATCHED = (
+    "not watched: writes of child processes and native code (this kernel has no Landlock)"
+)
 _CURVES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate"}
 
 
 def proof_screen(proof: Proof, folder: Path, *, width: int, colour: bool) -> str:
     """Return the result for a terminal."""
-    failed = sum(result.outcome == "fail" for result in proof.results)
-    skipped = sum(result.outcome == "not tested" for result in proof.results)
-    passed = len(proof.results) - failed - skipped
-    counts = [f"{passed} passed", f"{failed} failed"]
-    if skipped:
-        counts.append(f"{skipped} not tested")
+    outcomes = Counter(result.outcome for result in proof.results)
+    counts = f"{outcomes['pass']} passed, {outcomes['fail']} failed"
+    if outcomes["not tested"]:
+        counts += f", {outcomes['not tested']} not tested"
     lines = [
-        f"{proof.script}: {', '.join(counts)} ({_trial_summary(proof)})",
+        f"{proof.request.script}: {counts} ({_trial_summary(proof)})",
         "",
         render(_shown_findings(proof), width=width, colour=colour),
         "",
-        *_coverage(),
-        f"report: {folder / 'report.html'}",
     ]
+    if not landlock.is_available():
+        lines += [_NOT_WATCHED, ""]
+    lines.append(f"report: {folder / 'report.html'}")
     return "\n".join(lines)
 
 
@@ -44,23 +47,15 @@ def _shown_findings(proof: Proof) -> list[Finding]:
     shown: dict[str, Finding] = {}
     for result in proof.results:
         finding = result.finding
-        first = shown.get(finding.name) if result.difference is not None else None
-        if first is None:
-            shown[finding.name if result.difference is not None else result.name] = finding
+        if result.difference is None:
+            shown[result.name] = finding
+        elif finding.name in shown:
+            first = shown[finding.name]
+            evidence = f"{first.evidence}\nalso: {finding.what}".strip()
+            shown[finding.name] = replace(first, evidence=evidence)
         else:
-            text = "\n".join(part for part in (first.evidence, f"also: {finding.what}") if part)
-            shown[finding.name] = replace(first, evidence=text)
+            shown[finding.name] = finding
     return list(shown.values())
-
-
-def _coverage() -> list[str]:
-    """Return what the runs were not kept from changing."""
-    if landlock.is_available():
-        return []
-    return [
-        "not watched: writes of child processes and native code (this kernel has no Landlock)",
-        "",
-    ]
 
 
 def _trial_summary(proof: Proof) -> str:
@@ -75,7 +70,7 @@ def _trial_summary(proof: Proof) -> str:
 def proof_json(proof: Proof, folder: Path) -> dict[str, object]:
     """Return the result as plain JSON types."""
     return {
-        "script": proof.script,
+        "script": proof.request.script,
         "ranks": proof.request.ranks,
         "steps": proof.baseline.steps if proof.baseline else 0,
         "runs": proof.runs,
@@ -87,20 +82,20 @@ def proof_json(proof: Proof, folder: Path) -> dict[str, object]:
 
 
 def _result_json(result: Result) -> dict[str, object]:
-    found = result.difference
+    difference = None
+    if result.difference is not None:
+        difference = {
+            "kind": result.difference.kind,
+            "step": result.difference.step,
+            "rank": result.difference.rank,
+            "also": list(result.difference.also),
+            "line": result.difference.line or None,
+        }
     return {
         "name": result.name,
         "property": result.property,
         "outcome": result.outcome,
-        "difference": None
-        if found is None
-        else {
-            "kind": found.kind,
-            "step": found.step,
-            "rank": found.rank,
-            "also": list(found.also),
-            "line": found.line or None,
-        },
+        "difference": difference,
         "finding": result.finding.as_json(),
     }
 
@@ -109,13 +104,13 @@ def proof_page(proof: Proof) -> str:
     """Return the result as a page with the curves of all runs over each other."""
     request = proof.request
     parts = [
-        f"<h1>muster prove {escape(proof.script)}</h1>",
+        f"<h1>muster prove {escape(proof.request.script)}</h1>",
         f"<p>{escape(_trial_summary(proof))}: <code>{escape(printable(request.command))}</code></p>",
         html_table(
             ("check", "result", "first difference", "in step"),
             [_table_row(result) for result in proof.results],
         ),
-        *(html_article(one) for one in _shown_findings(proof)),
+        *map(html_article, _shown_findings(proof)),
     ]
     if proof.baseline is not None and proof.baseline.steps:
         for name, title in _CURVES.items():
@@ -128,13 +123,14 @@ def proof_page(proof: Proof) -> str:
     parts.append(
         f"<p>Repeat: <code>{escape(shlex.join(['muster', 'prove', *request.command]))}</code></p>"
     )
-    return html_page(f"muster prove {proof.script}", parts, style=RULES)
+    return html_page(f"muster prove {proof.request.script}", parts, style=RULES)
 
 
 def _table_row(result: Result) -> tuple[str, str, str, str]:
-    found = result.difference
-    kind, step = (found.kind, str(found.step)) if found is not None else ("", "")
-    return result.name, result.outcome, kind, step
+    difference = result.difference
+    if difference is None:
+        return result.name, result.outcome, "", ""
+    return result.name, result.outcome, difference.kind, str(difference.step)
 
 
 def _proof_curves(proof: Proof, name: str) -> Iterator[Curve]:
@@ -146,10 +142,10 @@ def _proof_curves(proof: Proof, name: str) -> Iterator[Curve]:
         runs.append(("repeated", proof.repeated, 0))
     for trial in proof.resumed:
         if trial.resumed.steps:
-            expected = max((save.step for save in trial.stopped.saves), default=0)
-            start = resumed_from(baseline, trial.resumed, expected)
-            begin = expected if start is None else start
-            runs.append((f"resumed: {trial.name}", trial.resumed, begin))
+            start = resumed_from(baseline, trial.resumed, trial.newest_step)
+            if start is None:
+                start = trial.newest_step
+            runs.append((f"resumed: {trial.stop.name}", trial.resumed, start))
     for number, (title, record, begin) in enumerate(runs):
         points = []
         for step in range(record.steps):

@@ -1,12 +1,11 @@
 """Run the trials of a proof: the script from its start, stopped, resumed, and on other numbers of ranks."""
 
-import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,8 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.history.resume import plan_resume, with_arguments
 from torchmuster.launch.history.script_checkpoints import SAVES
 from torchmuster.launch.job import JobSpec
-from torchmuster.prove import forked_ranks
+from torchmuster.prove import ranks as rank_processes
+from torchmuster.prove.comparing_ranks import Variation
 from torchmuster.prove.records import (
     EventRecord,
     How,
@@ -27,6 +27,7 @@ from torchmuster.prove.records import (
 )
 from torchmuster.prove.workspace import Workspace
 from torchmuster.redaction import printable
+from torchmuster.units import plural
 from torchmuster.untrusted import read_json_lines
 
 HOW = {
@@ -35,8 +36,19 @@ HOW = {
     "sigterm": "SIGTERM",
     "in-save": "SIGKILL during a save",
 }
-_OUTSIDE = "muster prove: the script writes to"
 STOPS = ("killed", "rank-killed", "terminated", "save-killed")
+# Scripts also save small things, such as losses: a checkpoint has this share of the largest file.
+_CHECKPOINT_SHARE = 0.1
+_OUTSIDE = "muster prove: the script writes to"
+# Switch experiment trackers off.
+_NO_TRACKERS = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "SWANLAB_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +57,7 @@ class ProofRequest:
 
     command: tuple[str, ...]
     module: bool
-    with_run_folder: bool
+    with_run_folder: bool  # muster train
     folder: str
     into: str
     steps: int
@@ -58,43 +70,71 @@ class ProofRequest:
     batch_argument: str = ""
     accumulation_argument: str = ""
     stops: tuple[str, ...] = STOPS
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def script(self) -> str:
+        """The name of the script."""
+        if self.module:
+            return self.command[0]
+        return Path(self.command[0]).name
+
+    def source(self) -> str:
+        """Return the text of the script; "" for another module than that of ``muster train``."""
+        if self.with_run_folder:
+            return "import torchmuster"
+        path = Path(self.folder, self.command[0])
+        if path.is_file():
+            return path.read_text(encoding="utf-8", errors="replace")
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeTrial:
     """A run that was stopped, and its continuation."""
 
-    name: str
     stop: StopRequest
     stopped: TrialRecord
     resumed: TrialRecord
-    arguments: tuple[str, ...]  # that were added to resume
-    torn: bool = False
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest complete checkpoint of the stopped run; 0 if there is none."""
+        return max((save.step for save in self.stopped.saves), default=0)
+
+
+class FailedBaseline(MusterError):
+    """The script failed in an undisturbed run, which recorded this much."""
+
+    def __init__(self, what: str, *, why: str, fix: str, record: TrialRecord) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.record = record
 
 
 class Trials:
     """Runs trials in copies of the working folder."""
 
-    def __init__(self, request: ProofRequest, say: Callable[[str], None]) -> None:
-        self._request, self._say = request, say
+    def __init__(self, request: ProofRequest, say: Callable[[str], None], temporary: str) -> None:
+        self._request, self._say, self._temporary = request, say, temporary
         self._into = Path(request.into)
         self._outputs = request.outputs
         self._steps = request.steps
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.device == "cpu" else {}
-        forked_ranks.preload_for(_script_text_of(request), {**hidden, **request.environment})
-        self.failed: TrialRecord | None = None  # an undisturbed run that failed
+        self._environment = {**request.environment, **_NO_TRACKERS, "TMPDIR": temporary}
+        if request.device == "cpu":
+            self._environment.setdefault("CUDA_VISIBLE_DEVICES", "")
+        rank_processes.start_server(request.source(), self._environment)
         self.runs = 0
 
+    @classmethod
     @contextmanager
-    def prepared(self) -> Iterator["Trials"]:
-        """Delete the copies and temporary files at the end."""
-        self._temporary = tempfile.mkdtemp(prefix="muster-", dir="/tmp")  # sockets need short paths
+    def prepared(cls, request: ProofRequest, say: Callable[[str], None]) -> Iterator["Trials"]:
+        """Prepare the runs; delete the copies and temporary files at the end."""
+        temporary = tempfile.mkdtemp(prefix="muster-", dir="/tmp")  # sockets need short paths
         try:
-            yield self
+            yield cls(request, say, temporary)
         finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            shutil.rmtree(self._into / "trials", ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(Path(request.into, "trials"), ignore_errors=True)
 
     def run(
         self,
@@ -115,15 +155,13 @@ class Trials:
         self._say(f"run {self.runs}: {doing}")
         workspace = self._workspace()
         if folder is None:
-            folder, command = workspace.copy(name)
-        else:
-            command = workspace.fitted(folder, self._request.command)
-        command = (command[0], *with_arguments(command[1:], arguments))
+            folder = workspace.copy(name)
+        command = workspace.command_in(folder)
         records = self._into / "records" / name
         records.mkdir(parents=True)
         request = TrialRequest(
-            name=name,
-            command=command,
+            name=f"run {self.runs}",
+            command=(command[0], *with_arguments(command[1:], arguments)),
             module=self._request.module,
             with_run_folder=self._request.with_run_folder,
             folder=str(folder),
@@ -136,15 +174,14 @@ class Trials:
             dropout=dropout,
         )
         environment = {
-            **self._request.environment,
-            **_tracker_variables(folder),
-            "TMPDIR": self._temporary,
+            **self._environment,
+            "TORCHELASTIC_RUN_ID": name,
+            "TRACKIO_DIR": str(folder / "trackio"),
+            "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
         }
-        trouble = forked_ranks.run_ranks(
-            request, environment, fresh=fresh, doing=f"run {self.runs}", say=self._say
-        )
+        trouble = rank_processes.run_trial(request, environment, fresh=fresh, say=self._say)
         recorded = read_ranks(records, request.ranks)
-        return TrialRecord(ranks=recorded, trouble=trouble, saves=_saves(recorded, folder))
+        return TrialRecord(ranks=recorded, trouble=trouble, saves=_saves(recorded[0], folder))
 
     def _workspace(self) -> Workspace:
         return Workspace(
@@ -156,111 +193,113 @@ class Trials:
             reports=self._into.parent,
         )
 
+    # ---- the undisturbed run
+
     def baseline(self) -> TrialRecord:
         """Run the script undisturbed; a second time if it wrote into a folder with older files.
 
         The other runs make as many steps. Without a request, the run goes on until a checkpoint.
         """
-        most_steps = self._request.most_steps
-        record = self._checked(self.run("baseline", "undisturbed", most_steps=most_steps))
+        record = self.run("baseline", "undisturbed", most_steps=self._request.most_steps)
+        self._check(record)
         if record.saves:
             self._steps = max(self._steps, record.steps)
         record = record.up_to(self._steps)
-        folder = self._into / "trials" / "baseline"
-        used = self._used_folders(record, folder)
+        used = self._used_outputs(record)
         if used:
-            names = ", ".join(sorted(used))
-            self._say(f"the script saves into {names}, which has files of earlier runs")
-            self._outputs = (*self._outputs, *sorted(used))
-            again = self.run("baseline-2", "undisturbed, with empty output folders")
-            record = self._checked(again)
+            self._say(f"the script saves into {', '.join(used)}, which has files of earlier runs")
+            self._outputs = (*self._outputs, *used)
+            record = self.run("baseline-2", "undisturbed, with empty output folders")
+            self._check(record)
         return record
 
-    def _used_folders(self, record: TrialRecord, copy: Path) -> set[str]:
-        """Return the folders with checkpoints of the trial that were not empty before."""
-        found = set()
+    def _used_outputs(self, record: TrialRecord) -> list[str]:
+        """Return folders and files with checkpoints of the trial that were not empty before."""
+        copy = self._into / "trials" / "baseline"
+        known = {Path(output).parts[0] for output in self._workspace().all_outputs()}
+        used = set()
         for save in record.saves:
-            place = Path(save.path)
-            if place.is_relative_to(copy):
-                inside = place.relative_to(copy).parts[0]
-                own = Path(self._request.folder, inside)
-                is_used = own.is_file() or (own.is_dir() and any(own.iterdir()))
-                if is_used and inside not in self._outputs:
-                    found.add(inside)
-        return found - {Path(one).parts[0] for one in self._workspace().all_outputs()}
+            path = Path(save.path)
+            if not path.is_relative_to(copy):
+                continue
+            name = path.relative_to(copy).parts[0]
+            users = Path(self._request.folder, name)
+            is_used = users.is_file() or (users.is_dir() and any(users.iterdir()))
+            if is_used and name not in known:
+                used.add(name)
+        return sorted(used)
 
-    def _checked(self, record: TrialRecord) -> TrialRecord:
-        script = Path(self._request.command[0]).name
-        if record.trouble:
-            self.failed = record
-            if _OUTSIDE in record.trouble:
+    def _check(self, record: TrialRecord) -> None:
+        script = self._request.script
+        for line in record.trouble.splitlines():
+            if _OUTSIDE in line:
                 raise Impossible(
                     f"{script} writes outside its folder",
-                    why=next(one for one in record.trouble.splitlines() if _OUTSIDE in one),
-                    fix="pass that folder as an argument of the script, and give it to muster prove; a large folder in the "
-                    "working folder is linked, not copied, unless it is given: --outputs DIR",
+                    why=line,
+                    fix="pass that folder as an argument of the script, and give it to muster prove; a large folder in "
+                    "the working folder is linked, not copied, unless it is given: --outputs DIR",
                 )
-            raise MusterError(
+        if record.trouble:
+            raise FailedBaseline(
                 f"{script} failed in an undisturbed run",
                 why=record.trouble,
                 fix=f"first make it run: muster run {script}",
+                record=record,
             )
-        loads = [event.path for event in record.ranks[0].of_kind("load")]
-        if record.steps < 2 and loads:
+        if record.steps >= 2:
+            return
+        loads = record.ranks[0].of_kind("load")
+        if loads:
             raise Impossible(
-                f"{script} made {record.steps} optimizer steps after it loaded {Path(loads[-1]).name}",
+                f"{script} made {record.steps} optimizer steps after it loaded {Path(loads[-1].path).name}",
                 why="it resumed from a checkpoint of an earlier run, which was copied with the folder",
                 fix="give the file or its folder, which is then not copied: --outputs PATH",
             )
-        if record.steps < 2:
-            raise Impossible(
-                f"{script} made {record.steps} optimizer steps: too few to compare",
-                why="a step is a call of step() of a torch.optim optimizer after a forward of a module",
-                fix="give it more data or epochs; only torch.optim optimizers are recognized",
-            )
-        return record
-
-    def stop_and_resume(self, name: str, stop: StopRequest, baseline: TrialRecord) -> ResumeTrial:
-        """Stop the script, restart it in the same folder with its resume arguments, and record both."""
-        by = HOW[stop.how]
-        stopped = self.run(
-            f"{name}-stopped", f"stopped after step {stop.after_step} by {by}", stop=stop
+        raise Impossible(
+            f"{script} made {record.steps} optimizer steps: too few to compare",
+            why="a step is a call of step() of a torch.optim optimizer after a forward of a module",
+            fix="give it more data or epochs; only torch.optim optimizers are recognized",
         )
-        folder = self._into / "trials" / f"{name}-stopped"
+
+    # ---- stopped and resumed
+
+    def stop_and_resume(self, stop: StopRequest, baseline: TrialRecord) -> ResumeTrial:
+        """Stop the script, restart it in the same folder with its resume arguments, and record both."""
+        name = f"{stop.name}-stopped"
+        doing = f"stopped after step {stop.after_step} by {HOW[stop.how]}"
+        stopped = self.run(name, doing, stop=stop)
+        folder = self._into / "trials" / name
         arguments = self._resume_arguments(folder, stopped)
+        doing = "resumed"
+        if arguments:
+            doing = f"resumed with {printable(arguments)}"
         done = max((save.step for save in stopped.saves), default=0)
         resumed = self.run(
-            f"{name}-resumed",
-            "resumed" + (f" with {printable(arguments)}" if arguments else ""),
+            f"{stop.name}-resumed",
+            doing,
             arguments=arguments,
             folder=folder,
             steps=max(baseline.steps - done, 1),
         )
-        return ResumeTrial(
-            name=name,
-            stop=stop,
-            stopped=stopped,
-            resumed=resumed,
-            arguments=arguments,
-            torn=stop.how == "in-save",
-        )
+        return ResumeTrial(stop=stop, stopped=stopped, resumed=resumed)
 
     def _resume_arguments(self, folder: Path, stopped: TrialRecord) -> tuple[str, ...]:
+        """Return the arguments with which ``muster run`` would resume the script."""
         if self._request.with_run_folder:
             return ()
         metrics = folder / ".muster-metrics"
         metrics.mkdir(exist_ok=True)
-        lines = [
-            {
-                "step": save.step,
-                "path": save.path,
-                "library": save.library,
-                "at_unix_s": _modified(save.path),
-                "bytes": _size(save.path),
-            }
-            for save in stopped.saves
-        ]
-        (metrics / SAVES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with (metrics / SAVES).open("w") as file:
+            for save in stopped.saves:
+                path = Path(save.path)
+                line = {
+                    "step": save.step,
+                    "path": save.path,
+                    "library": save.library,
+                    "at_unix_s": path.stat().st_mtime if path.exists() else 0.0,
+                    "bytes": _size(path),
+                }
+                file.write(json.dumps(line) + "\n")
         spec = JobSpec(
             name="prove",
             command=self._request.command,
@@ -270,97 +309,179 @@ class Trials:
         )
         return plan_resume(spec, metrics).on_restart()
 
+    # ---- the same global batch, distributed otherwise
 
-def _script_text_of(request: ProofRequest) -> str:
-    """Return the source of the script; "" for another module than that of ``muster train``."""
-    if request.with_run_folder:
-        return "import torchmuster"
-    path = Path(request.folder, request.command[0])
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    def variations(self, baseline: TrialRecord) -> Iterator[list[Variation]]:
+        """Yield groups of runs that must have the same gradients: other ranks, more accumulation."""
+        request = self._request
+        batch_flag = _flag(request.batch_argument)
+        batch = self._batch_size(baseline)
+        if request.other_ranks and not batch_flag and not request.with_run_folder:
+            raise Impossible(
+                "whether other numbers of ranks give the same gradients",
+                why="the global batch must stay the same",
+                fix="name the script's argument for the batch per rank, for example --batch-arg batch_size",
+            )
+        if request.other_ranks:
+            yield self._on_other_ranks(batch_flag, batch)
+        if request.accumulation_argument:
+            yield self._with_more_accumulation(batch_flag, batch)
 
+    def _on_other_ranks(self, batch_flag: str, batch: int) -> list[Variation]:
+        ranks = self._request.ranks
+        total = batch * ranks
+        variations = []
+        for count in sorted({ranks, *self._request.other_ranks}):
+            if total % count:
+                raise Impossible(
+                    f"a global batch of {total} cannot be split over {count} ranks",
+                    why=f"{ranks} ranks have {batch} samples each",
+                    fix=f"set {batch_flag} so that {count} divides it, or leave out --ranks {count}",
+                )
+            arguments: tuple[str, ...] = ()
+            if batch_flag:
+                arguments = (batch_flag, str(total // count))
+            variations.append(
+                Variation(name=plural(count, "rank"), count=count, ranks=count, arguments=arguments)
+            )
+        return variations
 
-def _modified(path: str) -> float:
-    try:
-        return Path(path).stat().st_mtime
-    except OSError:
-        return 0.0
+    def _with_more_accumulation(self, batch_flag: str, batch: int) -> list[Variation]:
+        flag = _flag(self._request.accumulation_argument)
+        if not batch_flag or batch % 2:
+            raise Impossible(
+                "--accumulation-arg needs --batch-arg, and an even batch per rank",
+                why=f"half the batch is used with twice the accumulation; the batch is {batch}",
+                fix="--batch-arg NAME --accumulation-arg NAME",
+            )
+        count = int(_value_of(self._request.command, flag) or 1)
+        variations = []
+        for factor in (1, 2):
+            arguments = (batch_flag, str(batch // factor), flag, str(count * factor))
+            variations.append(
+                Variation(
+                    name=f"{plural(count * factor, 'micro-batch')} per step",
+                    count=count * factor,
+                    ranks=self._request.ranks,
+                    arguments=arguments,
+                    is_accumulation=True,
+                )
+            )
+        return variations
 
-
-def _size(path: str) -> int | None:
-    place = Path(path)
-    try:
-        if place.is_dir():
-            return sum(one.stat().st_size for one in place.rglob("*") if one.is_file())
-        return place.stat().st_size
-    except OSError:
-        return None
-
-
-def _tracker_variables(folder: Path) -> dict[str, str]:
-    """Return the variables that switch experiment trackers off, or keep them in the folder."""
-    return {
-        "WANDB_MODE": "disabled",
-        "COMET_MODE": "disabled",
-        "NEPTUNE_MODE": "debug",
-        "SWANLAB_MODE": "disabled",
-        "CLEARML_OFFLINE_MODE": "1",
-        "TRACKIO_DIR": str(folder / "trackio"),
-        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-
-
-def _saves(ranks: Sequence[RankRecord], folder: Path) -> list[EventRecord]:
-    """Return the checkpoints that were written, oldest first: of a script, or of ``muster train``."""
-    found = [event for rank in ranks[:1] for event in rank.of_kind("save")]
-    largest = max((_size(event.path) or 0 for event in found), default=0)
-    # Scripts also save small things, such as losses.
-    found = [one for one in found if (_size(one.path) or largest) >= 0.1 * largest]
-    own = folder / "run" / "metrics" / SAVES
-    if not own.exists():
-        return found
-    return [
-        EventRecord(
-            kind="save", step=line["step"], path=str(line.get("path", "")), library="muster"
+    def run_variation(self, variation: Variation) -> TrialRecord:
+        """Run a variation, without dropout: other ranks draw other random numbers."""
+        record = self.run(
+            variation.name.replace(" ", "-"),
+            f"{variation.name}, without dropout: {' '.join(variation.arguments)}",
+            ranks=variation.ranks,
+            arguments=variation.arguments,
+            dropout=False,
         )
-        for line in read_json_lines(own)
-        if isinstance(line.get("step"), int)
-    ]
+        if record.trouble or not record.steps:
+            raise MusterError(
+                f"{self._request.script} failed with {variation.name}",
+                why=record.trouble,
+                fix="leave out this number of ranks: --ranks",
+            )
+        return record
+
+    def _batch_size(self, baseline: TrialRecord) -> int:
+        """Return the samples per rank and micro-batch: of the script's argument, or as recorded."""
+        value = _value_of(self._request.command, _flag(self._request.batch_argument))
+        if value.isdecimal():
+            return int(value)
+        sizes = [len(batch.samples) for batch in baseline.ranks[0].micro_batches()]
+        return max(sizes)
 
 
-def stops_for(baseline: TrialRecord) -> list[tuple[str, StopRequest]]:
+def stops_for(baseline: TrialRecord) -> list[StopRequest]:
     """Choose where to stop: in an epoch, at its end, by SIGTERM, and in a save. Pure.
 
     Each stop follows a checkpoint by one step, so that a script that ignores its newest checkpoint is noticed.
     """
-    steps = baseline.steps
-    first = baseline.ranks[0].steps
-    saves = sorted({save.step for save in baseline.saves if 0 < save.step < steps})
+    steps = baseline.ranks[0].steps
+    saves = sorted({save.step for save in baseline.saves if 0 < save.step < baseline.steps})
     if not saves:
         return []
-    at_end = [step for step in saves if _ends_epoch(first[step - 1 : step + 1])]
-    inside = [step for step in saves if step not in at_end]
-    evaluated = [step for step in saves if first[step - 1].evaluated]
-    chosen: list[tuple[str, StopRequest]] = []
+    at_end = [save for save in saves if _ends_epoch(steps[save - 1], steps[save])]
+    inside = [save for save in saves if save not in at_end] or saves
+    evaluated = [save for save in saves if steps[save - 1].evaluated]
 
-    def add(name: str, after: int, how: How, in_micro_batch: int = 0) -> None:
-        last = min(after, steps - 1)
-        chosen.append((name, StopRequest(after_step=last, how=how, in_micro_batch=in_micro_batch)))
+    def stop(name: str, how: How, after: int, in_micro_batch: int = 0) -> StopRequest:
+        last = min(after, baseline.steps - 1)
+        return StopRequest(name=name, after_step=last, how=how, in_micro_batch=in_micro_batch)
 
-    middle = (inside or saves)[-1 if len(inside or saves) < 3 else -2]
-    add("killed", middle + (1 if middle + 1 not in saves else 0), "kill-all")
+    def after(save: int) -> int:
+        if save + 1 in saves:
+            return save
+        return save + 1
+
+    middle = inside[-1]
+    if len(inside) > 2:
+        middle = inside[-2]
     end = (at_end or evaluated or saves)[-1]
-    add("rank-killed", end + (1 if end + 1 not in saves else 0), "kill-rank")
-    after = min((inside or saves)[0] + 1, steps - 1)
-    add("terminated", after, "sigterm", in_micro_batch=int(len(first[after].micro_batches) > 1))
+    terminated = min(inside[0] + 1, baseline.steps - 1)
+    stops = [
+        stop("killed", "kill-all", after(middle)),
+        stop("rank-killed", "kill-rank", after(end)),
+        # Between two micro-batches, if there are some.
+        stop("terminated", "sigterm", terminated, int(len(steps[terminated].micro_batches) > 1)),
+    ]
     if len(saves) > 1:
-        add("save-killed", saves[1], "in-save")
-    return chosen
+        stops.append(stop("save-killed", "in-save", saves[1]))
+    return stops
 
 
-def _ends_epoch(steps: Sequence[StepRecord]) -> bool:
+def _ends_epoch(step: StepRecord, following: StepRecord) -> bool:
     """Return whether the second of two steps begins another iteration of its loader."""
-    places = [step.micro_batches[0].place for step in steps]
-    if len(places) < 2 or places[0] is None or places[1] is None:
-        return False
-    return places[0][:2] != places[1][:2]
+    before, after = step.micro_batches[0].place, following.micro_batches[0].place
+    return before is not None and after is not None and before[:2] != after[:2]
+
+
+def _saves(rank: RankRecord, folder: Path) -> list[EventRecord]:
+    """Return the checkpoints that were written, oldest first: of a script, or of ``muster train``."""
+    own = folder / "run" / "metrics" / SAVES
+    saves: list[EventRecord] = []
+    if own.exists():
+        for line in read_json_lines(own):
+            if isinstance(line.get("step"), int):
+                path = str(line.get("path", ""))
+                saves.append(
+                    EventRecord(kind="save", step=line["step"], path=path, library="muster")
+                )
+        return saves
+    events = rank.of_kind("save")
+    sizes = [_size(Path(event.path)) for event in events]
+    largest = max((size or 0 for size in sizes), default=0)
+    for event, size in zip(events, sizes, strict=True):
+        if size is None or size >= _CHECKPOINT_SHARE * largest:
+            saves.append(event)
+    return saves
+
+
+def _size(path: Path) -> int | None:
+    """Return the bytes of a file or of all files of a folder; None if it is gone."""
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _flag(name: str) -> str:
+    if not name or name.startswith("-"):
+        return name
+    return f"--{name}"
+
+
+def _value_of(command: Sequence[str], flag: str) -> str:
+    """Return the value of an argument in a command; "" if it is not there."""
+    for index, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if flag and name == flag:
+            if equals:
+                return value
+            return "".join(command[index + 1 : index + 2])
+    return ""

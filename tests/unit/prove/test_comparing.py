@@ -5,11 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from torchmuster.prove.comparing import (
-    compare_ranks,
     compare_repeated,
     compare_resumed,
-    compare_scaled,
 )
+from torchmuster.prove.comparing_ranks import Variation, compare_ranks, compare_scaled
 from torchmuster.prove.records import EventRecord, StepRecord, StopRequest, TrialRecord
 from torchmuster.prove.trials import ResumeTrial, stops_for
 from unit.prove.made_up_trials import step_record, trial
@@ -22,12 +21,9 @@ def resumed(
     second: TrialRecord, *, saves: tuple[int, ...] = (3, 6), torn: bool = False
 ) -> ResumeTrial:
     return ResumeTrial(
-        name="killed",
-        stop=StopRequest(after_step=7, how="in-save" if torn else "kill-all"),
+        stop=StopRequest(name="killed", after_step=7, how="in-save" if torn else "kill-all"),
         stopped=trial(range(1, 8), saves=saves),
         resumed=second,
-        arguments=(),
-        torn=torn,
     )
 
 
@@ -258,6 +254,19 @@ def test_workers_with_the_same_seed() -> None:
 # ---- numbers of ranks
 
 
+def variations(*, accumulation: bool) -> list[Variation]:
+    return [
+        Variation(
+            name=f"{count} ranks",
+            count=count,
+            ranks=count,
+            arguments=(),
+            is_accumulation=accumulation,
+        )
+        for count in (1, 2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("factor", "accumulation", "kind"),
     [
@@ -276,9 +285,7 @@ def test_gradients_of_more_ranks(factor: float, accumulation: bool, kind: str | 
     scaling = compare_scaled(
         WHOLE,
         trial(range(1, 13), change=change),
-        names=("1 rank", "2 ranks"),
-        ratio=2.0,
-        accumulation=accumulation,
+        *variations(accumulation=accumulation),
     )
     assert (scaling.difference.kind if scaling.difference else None) == kind
     assert scaling.why_not == ""
@@ -291,9 +298,7 @@ def test_other_samples_cannot_be_compared() -> None:
     scaling = compare_scaled(
         WHOLE,
         trial(range(1, 13), change=change),
-        names=("1 rank", "2 ranks"),
-        ratio=2.0,
-        accumulation=False,
+        *variations(accumulation=False),
     )
     assert scaling.difference is None
     assert scaling.why_not
@@ -304,7 +309,7 @@ def test_other_samples_cannot_be_compared() -> None:
 
 def test_stops_are_after_checkpoints_inside_and_at_the_end_of_epochs() -> None:
     whole = trial(range(1, 21), saves=(3, 6, 8, 9, 12, 15, 18))
-    stops = {name: (stop.after_step, stop.how) for name, stop in stops_for(whole)}
+    stops = {stop.name: (stop.after_step, stop.how) for stop in stops_for(whole)}
     assert stops == {
         "killed": (16, "kill-all"),
         "rank-killed": (13, "kill-rank"),

@@ -32,8 +32,13 @@ def workspace(folder: Path, *command: str, outputs: tuple[str, ...] = ()) -> Wor
     )
 
 
+def copied(workspace: Workspace) -> tuple[Path, tuple[str, ...]]:
+    copy = workspace.copy("baseline")
+    return copy, workspace.command_in(copy)
+
+
 def test_small_files_are_copied_and_large_folders_linked(folder: Path) -> None:
-    copy, command = workspace(folder).copy("baseline")
+    copy, command = copied(workspace(folder))
     assert command == ("train.py",)
     assert (copy / "train.py").read_text() == "print()\n"
     assert not (copy / "train.py").is_symlink()
@@ -51,7 +56,7 @@ def test_small_files_are_copied_and_large_folders_linked(folder: Path) -> None:
 def test_output_folders_start_empty(
     folder: Path, command: tuple[str, ...], outputs: tuple[str, ...]
 ) -> None:
-    copy, words = workspace(folder, *command, outputs=outputs).copy("baseline")
+    copy, words = copied(workspace(folder, *command, outputs=outputs))
     assert list((copy / "out").iterdir()) == []
     assert words[1:] == command
     assert (folder / "out" / "last.pt").read_text() == "of an earlier run"
@@ -60,7 +65,7 @@ def test_output_folders_start_empty(
 def test_an_output_file_is_no_folder_and_an_input_file_is_kept(folder: Path) -> None:
     (folder / "pretrained.ckpt").write_text("weights")
     command = ("--save_path", "new/model.pt", "--ckpt_path", "pretrained.ckpt")
-    copy, words = workspace(folder, *command, outputs=("out/last.pt",)).copy("baseline")
+    copy, words = copied(workspace(folder, *command, outputs=("out/last.pt",)))
     assert words[1:] == command
     assert (copy / "new").is_dir()
     assert not (copy / "new" / "model.pt").exists()
@@ -69,7 +74,7 @@ def test_an_output_file_is_no_folder_and_an_input_file_is_kept(folder: Path) -> 
 
 
 def test_an_output_beside_the_folder_moves_into_the_copy(folder: Path) -> None:
-    copy, words = workspace(folder, "--output_dir", "../results").copy("baseline")
+    copy, words = copied(workspace(folder, "--output_dir", "../results"))
     assert Path(words[2]).is_relative_to(copy)
     assert Path(words[2]).is_dir()
 
@@ -80,7 +85,7 @@ def test_absolute_outputs_move_into_the_copy_and_relative_inputs_stay(folder: Pa
     data = folder.parent / "texts"
     data.mkdir()
     command = ("--output_dir", str(elsewhere / "run"), "--texts", "../texts", "--lr", "1e-4")
-    copy, words = workspace(folder, *command).copy("baseline")
+    copy, words = copied(workspace(folder, *command))
     moved = Path(words[2])
     assert moved.is_relative_to(copy)
     assert moved.is_dir()

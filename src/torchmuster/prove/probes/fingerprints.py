@@ -125,31 +125,37 @@ def sample_hashes(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
 
     Padding, which depends on the other samples of the batch, does not count if there is an ``attention_mask``.
     """
-    tensors = [one for one in tensors if one[1].layout is torch.strided and one[1].numel()]
-    rows = next((len(tensor) for _, tensor in tensors if tensor.dim()), 0)
-    parts = [
-        (name, local_tensor(tensor).cpu().contiguous())
-        for name, tensor in tensors
-        if tensor.dim() and len(tensor) == rows
-    ]
-    mask = next(
-        (part for name, part in parts if name == "attention_mask" and part.dim() == 2), None
-    )
-    if mask is None:
-        whole = [_octets(part.reshape(rows, -1)) for _, part in parts]
-        return [_row_hash([one[row] for one in whole]) for row in range(rows)]
+    rows, mask = 0, None
+    parts: list[torch.Tensor] = []
+    for name, tensor in tensors:
+        if tensor.layout is not torch.strided or not tensor.numel() or not tensor.dim():
+            continue
+        rows = rows or len(tensor)
+        if len(tensor) == rows:
+            part = local_tensor(tensor).cpu().contiguous()
+            parts.append(part)
+            if name == "attention_mask" and part.dim() == 2:
+                mask = part.bool()
     hashes = []
     for row in range(rows):
-        kept = mask[row].bool()
-        values = [part[row].reshape(-1) for _, part in parts]
-        shown = [one[kept] if one.shape == kept.shape else one for one in values]
-        hashes.append(_row_hash([_octets(one.contiguous()) for one in shown]))
+        values = [part[row].reshape(-1) for part in parts]
+        if mask is not None:
+            values = [_unpadded(value, mask[row]) for value in values]
+        hashes.append(_row_hash(values))
     return hashes
 
 
-def _row_hash(parts: Sequence[Any]) -> str:
+def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a row without padding, if it is as long as its mask."""
+    if values.shape == mask.shape:
+        return values[mask]
+    return values
+
+
+def _row_hash(parts: Sequence[torch.Tensor]) -> str:
     crc = adler = 1
-    for octets in parts:
+    for part in parts:
+        octets = _octets(part.contiguous())
         crc, adler = zlib.crc32(octets, crc), zlib.adler32(octets, adler)
     return f"{crc:08x}{adler:08x}"
 

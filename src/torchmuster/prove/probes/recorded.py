@@ -1,21 +1,11 @@
 """A rank of a trial of ``muster prove``: install the recorder, then run the script unchanged."""
 
-import socket
 from pathlib import Path
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchmuster.launch.rank.start import run_command
 from torchmuster.prove.probes import isolation
 from torchmuster.prove.probes.recorder import ProofRecorder
 from torchmuster.prove.records import TrialRequest
-
-
-def serve_store(listening: socket.socket) -> TCPStore:
-    """Serve the store at which the ranks meet, on a socket that is already open."""
-    host, port = listening.getsockname()
-    descriptor = listening.detach()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def run_recorded(request: TrialRequest) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ _LOOKS_FOR_COPIES_AFTER = (1, 2)  # steps: a script may create its average in th
 _MOST_KEYS = 30
 _STEPS_AFTER_A_SAVE = 6  # so that a resumed run has steps to compare
 _WAITS_FOR_A_SAVE_S = 60.0
+_NOT_SETTINGS = ("lr", "params", "initial_lr")
 _DEPENDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -148,11 +150,9 @@ class ProofRecorder:
         self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         if id(module) not in self._models:
-            if not any(one.requires_grad for one in module.parameters()):
+            if not any(parameter.requires_grad for parameter in module.parameters()):
                 return
-            ddp = (one for one in module.modules() if isinstance(one, DistributedDataParallel))
-            inner = next((one.module for one in ddp), module)
-            self._models[id(module)] = (module, inner)
+            self._models[id(module)] = (module, _without_ddp(module))
         inner = self._models[id(module)][1]
         if not (inner.training and torch.is_grad_enabled()):  # Lightning leaves DDP in eval mode
             self._evaluated = True
@@ -256,9 +256,8 @@ class ProofRecorder:
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         """Record the gradients now, or after the closure that computes them (Lightning)."""
-        closure = named.get("closure") or next(
-            (one for one in arguments[1:] if callable(one)), None
-        )
+        closures = [argument for argument in arguments[1:] if callable(argument)]
+        closure = named.get("closure") or next(iter(closures), None)
         if closure is None:
             self._record_gradients(optimizer)
             return None
@@ -270,7 +269,8 @@ class ProofRecorder:
 
         if "closure" in named:
             return arguments, {**named, "closure": wrapped}
-        return tuple(wrapped if one is closure else one for one in arguments), named
+        index = arguments.index(closure)
+        return (*arguments[:index], wrapped, *arguments[index + 1 :]), named
 
     def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_mine() or not (self._batches or self._open):
@@ -284,78 +284,61 @@ class ProofRecorder:
             self._gradients["weights_before"] = self._weights()
             self._gradients["state_before"] = fingerprints.optimizer_state(self._optimizers)
             self._find_scalers()
-        gradients = [
-            (one.grad, is_part)
-            for one, is_part in zip(self._parameters, self._sharded, strict=True)
-            if one.grad is not None
-        ]
         total = 0
-        for gradient, _ in gradients:
-            total = fingerprints.tensor_hash(gradient, total)
+        whole: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        for parameter, is_part in zip(self._parameters, self._sharded, strict=True):
+            if parameter.grad is not None:
+                total = fingerprints.tensor_hash(parameter.grad, total)
+                if is_part:
+                    parts.append(parameter.grad)
+                else:
+                    whole.append(parameter.grad)
         rates, settings = _optimizer_settings(optimizer)
+        scales = [scaler.get_scale() for scaler in self._scalers if scaler.is_enabled()]
         self._gradients |= {
             "gradients": fingerprints.text_hash(total),
-            "replicated_square": _finite_or_large(
-                fingerprints.squared_norm([one for one, is_part in gradients if not is_part])
-            ),
-            "sharded_square": _finite_or_large(
-                fingerprints.squared_norm([one for one, is_part in gradients if is_part])
-            ),
+            "replicated_square": _finite_or_large(fingerprints.squared_norm(whole)),
+            "sharded_square": _finite_or_large(fingerprints.squared_norm(parts)),
             "learning_rates": rates,
             "settings": settings,
-            "scale": next((one.get_scale() for one in self._scalers if one.is_enabled()), None),
+            "scale": next(iter(scales), None),
         }
 
     def _know(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Add the parameters of optimizers, with their names."""
         self._optimizers += optimizers
-        names = {
-            id(parameter): name
-            for _, inner in self._models.values()
-            for name, parameter in inner.named_parameters()
-        }
+        names: dict[int, str] = {}
+        layers: set[str] = set()
+        flat: set[int] = set()
+        for outermost, inner in self._models.values():
+            names |= {id(parameter): name for name, parameter in inner.named_parameters()}
+            layers |= {
+                type(part).__name__ for part in inner.modules() if isinstance(part, _DEPENDS)
+            }
+            flat |= _flattened(outermost)
         known = {id(parameter) for parameter in self._parameters}
-        flat = self._flattened()
-        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    known.add(id(parameter))
-                    self._parameters.append(parameter)
-                    is_part = id(parameter) in flat or fingerprints.is_sharded(parameter)
-                    self._sharded.append(is_part)
-        layers = {
-            type(layer).__name__
-            for _, inner in self._models.values()
-            for layer in inner.modules()
-            if isinstance(layer, _DEPENDS)
-        }
+        for parameter in _parameters_of(optimizers):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                self._parameters.append(parameter)
+                is_part = id(parameter) in flat or fingerprints.is_sharded(parameter)
+                self._sharded.append(is_part)
+        all_names = []
+        for number, parameter in enumerate(self._parameters):
+            all_names.append(names.get(id(parameter), f"parameter {number}"))
         self._write(
             ParametersRecord(
-                names=[
-                    names.get(id(parameter), f"parameter {place}")
-                    for place, parameter in enumerate(self._parameters)
-                ],
+                names=all_names,
                 sharded=self._sharded,
                 dtype=str(self._parameters[0].dtype).removeprefix("torch."),
                 layers=sorted(layers),
             )
         )
 
-    def _flattened(self) -> set[int]:
-        """Return the parameters of FSDP1, which are parts of flat tensors."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        kind = getattr(fsdp, "FullyShardedDataParallel", None)
-        return {
-            id(parameter)
-            for outermost, _ in self._models.values()
-            for module in outermost.modules()
-            if kind is not None and isinstance(module, kind)
-            for parameter in module.parameters()
-        }
-
     def _find_scalers(self) -> None:
         scaler = torch.amp.GradScaler
-        self._scalers = [one for one in gc.get_objects() if issubclass(type(one), scaler)]
+        self._scalers = [thing for thing in gc.get_objects() if issubclass(type(thing), scaler)]
 
     def _weights(self) -> list[str]:
         return [
@@ -400,14 +383,16 @@ class ProofRecorder:
         self._write(record)
 
     def _model_parameters(self) -> list[torch.Tensor]:
-        own = {id(one) for one in self._parameters}
-        models = [inner for _, inner in self._models.values()]
-        best = max(
-            models,
-            key=lambda model: sum(id(one) in own for one in model.parameters()),
-            default=None,
-        )
-        return [] if best is None else list(best.parameters())
+        """Return the parameters of the model that has most of the trained ones."""
+        trained = {id(parameter) for parameter in self._parameters}
+        best: list[torch.Tensor] = []
+        most = 0
+        for _, inner in self._models.values():
+            parameters: list[torch.Tensor] = list(inner.parameters())
+            count = sum(id(parameter) in trained for parameter in parameters)
+            if count > most:
+                best, most = parameters, count
+        return best
 
     def _finish(self) -> None:
         """Exit after the last requested step, once all ranks have made it."""
@@ -439,7 +424,7 @@ class ProofRecorder:
                 )
             iterator = begin(loader)
             positions[id(iterator)] = [number, iteration, -1]
-            kind = next(one for one in type(iterator).__mro__ if "__next__" in vars(one))
+            kind = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
             if watched.isdisjoint(type(iterator).__mro__):
                 watched.add(kind)
                 watch(kind)
@@ -469,10 +454,10 @@ class ProofRecorder:
             samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
             inner = getattr(loader.batch_sampler, "batch_sampler", None)  # Accelerate's shards
             samplers.append(getattr(inner, "sampler", None))
-            shuffles = any(
-                isinstance(one, RandomSampler) or getattr(one, "shuffle", False) is True
-                for one in samplers
-            )
+            shuffles = False
+            for sampler in samplers:
+                if isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True:
+                    shuffles = True
             self._event("loader", shuffles=shuffles, values={"loader": str(number)})
         return self._loaders[id(loader)][0]
 
@@ -495,9 +480,9 @@ class ProofRecorder:
 
         @functools.wraps(save)
         def keyed(obj: Any, *arguments: Any, **named: Any) -> Any:
-            self._keys = (
-                [str(key) for key in list(obj)[:_MOST_KEYS]] if isinstance(obj, dict) else []
-            )
+            self._keys = []
+            if isinstance(obj, dict):
+                self._keys = [str(key) for key in list(obj)[:_MOST_KEYS]]
             return save(obj, *arguments, **named)
 
         @functools.wraps(load)
@@ -507,6 +492,31 @@ class ProofRecorder:
             return load(f, *arguments, **named)
 
         torch.save, torch.load = keyed, loaded
+
+
+def _without_ddp(module: nn.Module) -> nn.Module:
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            inner: nn.Module = part.module
+            return inner
+    return module
+
+
+def _flattened(module: nn.Module) -> set[int]:
+    """Return the parameters of FSDP1, which are parts of flat tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    found: set[int] = set()
+    for part in module.modules():
+        if kind is not None and isinstance(part, kind):
+            found |= {id(parameter) for parameter in part.parameters()}
+    return found
+
+
+def _parameters_of(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
 
 
 def switch_dropout_off() -> None:
@@ -531,23 +541,20 @@ def switch_dropout_off() -> None:
 
 def _optimizer_settings(optimizer: torch.optim.Optimizer) -> tuple[list[float], str]:
     """Return the learning rates of the groups, and all other numbers of them as text."""
-    rates, rest = [], []
+    rates, settings = [], []
     for group in optimizer.param_groups:
         rates.append(float(group.get("lr", 0.0)))
-        rest.append(
-            {
-                name: value
-                for name, value in group.items()
-                if name not in ("lr", "params", "initial_lr")
-                and isinstance(value, int | float | tuple | list)
-            }
-        )
-    return rates, json.dumps(rest, default=str)
+        for name, value in group.items():
+            if name not in _NOT_SETTINGS and isinstance(value, int | float | tuple | list):
+                settings.append((name, value))
+    return rates, json.dumps(settings, default=str)
 
 
 def _has_no_gradients(model: nn.Module) -> bool:
-    gradients = (one.grad for one in model.parameters() if one.grad is not None)
-    return not any(fingerprints.local_tensor(one).any() for one in gradients)
+    for parameter in model.parameters():
+        if parameter.grad is not None and fingerprints.local_tensor(parameter.grad).any():
+            return False
+    return True
 
 
 def _finite_or_large(number: float) -> float:

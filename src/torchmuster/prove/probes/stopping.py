@@ -66,14 +66,12 @@ class Stopper:
         return stop is not None and stop.how == "in-save" and self._step >= stop.after_step
 
     def _kill_all(self) -> None:
-        pids = [
-            int(path.read_text())
-            for rank in range(self._ranks)
-            if (path := self._into / f"pid-{rank}").exists()
-        ]
-        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-            with contextlib.suppress(ProcessLookupError):  # it has exited
-                os.kill(pid, signal.SIGKILL)
+        for rank in range(self._ranks):
+            path = self._into / f"pid-{rank}"
+            if rank != self._rank and path.exists():
+                with contextlib.suppress(ProcessLookupError):  # it has exited
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _tearing_torch(self, usual: Any) -> Any:
         @functools.wraps(usual)
