@@ -40,11 +40,11 @@ def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
         if value is None:
             return CellOutcome()
         space["_"] = value
-        return CellOutcome(value=_cell_shown(value))
+        return CellOutcome(value=_text_of(value))
     except KeyboardInterrupt as error:
-        return CellOutcome(error=_cell_message(error), interrupted=True)
+        return CellOutcome(error=_message(error), interrupted=True)
     except BaseException as error:  # a cell must not stop its rank, not even with sys.exit
-        return CellOutcome(error=_cell_message(error))
+        return CellOutcome(error=_message(error))
 
 
 def _parsed(code: str, name: str) -> tuple[ast.Module, ast.Expression | None]:
@@ -64,35 +64,31 @@ def _is_hidden(code: str) -> bool:
     return bool(code_tokens) and code_tokens[-1].string == ";"
 
 
-def _cell_shown(value: object) -> str:
-    plain = type(value) in (list, tuple, dict, set)
-    text = pprint.pformat(value, width=_WIDTH, sort_dicts=False) if plain else repr(value)
+def _text_of(value: object) -> str:
+    text = repr(value)
+    if type(value) in (list, tuple, dict, set):
+        text = pprint.pformat(value, width=_WIDTH, sort_dicts=False)
     more = len(text) - _LONGEST_VALUE
-    return text if more <= 0 else f"{text[:_LONGEST_VALUE]}… {more:,} more characters"
+    if more > 0:
+        return f"{text[:_LONGEST_VALUE]}… {more:,} more characters"
+    return text
 
 
-def _cell_message(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Return the traceback: the lines of cells, and the innermost line."""
-    told = traceback.TracebackException.from_exception(error, compact=True)
-    seen: set[int] = set()
-    part: traceback.TracebackException | None = told
-    while part is not None and id(part) not in seen:
-        seen.add(id(part))
+    report = traceback.TracebackException.from_exception(error, compact=True)
+    part: traceback.TracebackException | None = report
+    while part is not None:
         part.stack = _shortened(part.stack)
         part = part.__cause__ or part.__context__
-    return "".join(told.format()).rstrip()[-_LONGEST_TRACEBACK:]
-
-
-def _is_ours(file: str) -> bool:
-    """Return whether a file belongs to the code that runs or interrupts cells."""
-    return Path(file).parent == Path(__file__).parent
+    return "".join(report.format()).rstrip()[-_LONGEST_TRACEBACK:]
 
 
 def _shortened(stack: traceback.StackSummary) -> traceback.StackSummary:
-    last = len(stack) - 1
-    kept = [
-        frame
-        for place, frame in enumerate(stack)
-        if frame.filename.startswith(CELL) or (place == last and not _is_ours(frame.filename))
-    ]
-    return traceback.StackSummary.from_list(kept)
+    """Keep the frames of cells, and the innermost one unless it runs or interrupts cells."""
+    frames = [frame for frame in stack if frame.filename.startswith(CELL)]
+    if stack and stack[-1] not in frames:
+        innermost = stack[-1]
+        if Path(innermost.filename).parent != Path(__file__).parent:
+            frames.append(innermost)
+    return traceback.StackSummary.from_list(frames)

@@ -5,86 +5,53 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import Pipe
 
 import msgspec
 
-from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec
+from torchmuster.notebook.messages import (
+    EndLauncher,
+    FromLauncher,
+    Launch,
+    ToLauncher,
+    receive,
+    send,
+)
 from torchmuster.runfolder import RunFolder
 
-
-class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The job to launch, sent as the first line."""
-
-    spec: JobSpec
-    run: str
-
-
-class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
-    """Send SIGINT to every rank."""
-
-
-class EndLauncher(msgspec.Struct, frozen=True, tag="end"):
-    """Stop the ranks; the second time, kill them."""
-
-
-class Said(msgspec.Struct, frozen=True, tag="said"):
-    """A message of the launcher itself."""
-
-    text: str
-
-
-class HostsFound(msgspec.Struct, frozen=True, tag="found"):
-    """A finding of the launcher: a hang, or why the ranks exited."""
-
-    findings: tuple[Finding, ...]
-
-
-class WorldReady(msgspec.Struct, frozen=True, tag="world"):
-    """The number of ranks."""
-
-    size: int
-
-
-class Printed(msgspec.Struct, frozen=True, tag="printed"):
-    """Lines in a rank's log, written by libraries and programs, not by cells."""
-
-    rank: int
-    text: str
-
-
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """All ranks have exited."""
-
-    exit_code: int
-
-
-ToLauncher = Interrupt | EndLauncher
-FromLauncher = Said | HostsFound | WorldReady | Printed | Ended
-
-
 _END_WITHIN_S = 20.0
-_HEARD = msgspec.json.Decoder(FromLauncher)
+_MESSAGE = msgspec.msgpack.Decoder(FromLauncher)
 
 
 class Launcher:
-    """The process that launches the ranks.
+    """The process that launches the ranks of a job.
 
-    ``hear`` gets its messages, and None when it has exited.
+    ``on_message`` gets its messages in a thread, and None when it has exited.
     """
 
-    def __init__(self, run: RunFolder, hear: Callable[[FromLauncher | None], None]) -> None:
-        self._hear = hear
-        with (run.path / "launcher.log").open("wb") as log:
+    def __init__(
+        self, spec: JobSpec, run: RunFolder, on_message: Callable[[FromLauncher | None], None]
+    ) -> None:
+        self._on_message = on_message
+        self._connection, theirs = Pipe()
+        with (run.path / "launcher.log").open("wb") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torchmuster.notebook.launcher_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [
+                    sys.executable,
+                    "-m",
+                    "torchmuster.notebook.launcher_process",
+                    str(theirs.fileno()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
                 # Jupyter interrupts and kills a kernel's whole process group.
                 start_new_session=True,
             )
-        self._thread = threading.Thread(target=self._listen, name="notebook-launcher", daemon=True)
+        self.send(Launch(spec=spec, run=str(run.path.resolve())))
+        self._thread = threading.Thread(target=self._receive, name="notebook-launcher", daemon=True)
         self._thread.start()
 
     @property
@@ -92,32 +59,27 @@ class Launcher:
         """Whether the process is running."""
         return self._process.poll() is None
 
-    def tell(self, message: LauncherOrder | ToLauncher) -> None:
-        """Send it a message; errors are ignored, as its exit is noticed by the reader."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._process.stdin.flush()
+    def send(self, message: ToLauncher) -> None:
+        """Send it a message; its exit is noticed by the receiver."""
+        send(self._connection, message)
 
     def end(self) -> None:
         """Make it stop all ranks, and wait until it exits."""
-        self.tell(EndLauncher())
-        self.tell(EndLauncher())  # the second request kills the ranks
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self.send(EndLauncher())
+        self.send(EndLauncher())  # the second request kills the ranks
         try:
             self._process.wait(_END_WITHIN_S)
-        except (
-            subprocess.TimeoutExpired
-        ):  # its node agents stop the ranks when its heartbeat is missing
+        except subprocess.TimeoutExpired:
+            # The node agents stop the ranks when nothing comes from it any more.
             self._process.kill()
             self._process.wait()
         self._thread.join(_END_WITHIN_S)
+        with contextlib.suppress(OSError):
+            self._connection.close()
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._hear(_HEARD.decode(line))
-        self._hear(None)
+    def _receive(self) -> None:
+        message = receive(self._connection, _MESSAGE)
+        while message is not None:
+            self._on_message(message)
+            message = receive(self._connection, _MESSAGE)
+        self._on_message(None)

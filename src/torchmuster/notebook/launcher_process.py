@@ -1,20 +1,18 @@
-"""The sidecar process of the notebook's kernel that launches its ranks, like ``muster run``.
+"""The process beside the notebook's kernel that launches its ranks, like ``muster run``.
 
-It is a separate process because the launcher handles signals, and the kernel has its own handlers.
-Both exchange lines of JSON over this process's standard input and output. When the kernel exits for
+It is a process of its own because the launcher handles signals, and the kernel has its own handlers. When the kernel exits for
 any reason, the ranks are stopped.
 """
 
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -26,30 +24,69 @@ from torchmuster.launch.launcher.launch import launch
 from torchmuster.launch.launcher.run import JobOutcome, Run
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.launch.transports.local import LocalTransport
-from torchmuster.notebook.launcher import (
+from torchmuster.notebook.messages import (
     Ended,
     EndLauncher,
-    FromLauncher,
-    HostsFound,
+    Found,
     Interrupt,
-    LauncherOrder,
+    Launch,
+    Message,
     Printed,
     Said,
     ToLauncher,
     WorldReady,
+    receive,
+    send,
 )
 from torchmuster.runfolder import RunFolder
 
 _LOOK_EVERY_S = 1.0
-_PIECE_BYTES = 65536
+_REQUEST = msgspec.msgpack.Decoder(ToLauncher)
 
 
-class _ToKernel(TerminalConsole):
+class Kernel:
+    """The connection to the notebook's kernel."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parent = os.getppid()
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send to the kernel; its exit is noticed elsewhere."""
+        with self._lock:
+            send(self._connection, message)
+
+    def receive(self) -> ToLauncher | None:
+        """Wait for the next request; None after the kernel has exited.
+
+        The connection may stay open: a forked child of the kernel may hold it.
+        """
+        while not self._connection.poll(_LOOK_EVERY_S):
+            if os.getppid() != self._parent:
+                return None
+        return receive(self._connection, _REQUEST)
+
+    def obey(self, runner: Run, loop: asyncio.AbstractEventLoop) -> None:
+        """Process the kernel's requests in a thread until it exits."""
+        with contextlib.suppress(RuntimeError):  # the ranks and the loop have stopped
+            while True:
+                match self.receive():
+                    case Interrupt():
+                        loop.call_soon_threadsafe(runner.pass_on, "SIGINT")
+                    case EndLauncher():
+                        loop.call_soon_threadsafe(runner.stop, "stopped by the notebook")
+                    case None:
+                        break
+            loop.call_soon_threadsafe(runner.stop, "the notebook's kernel exited")
+
+
+class KernelConsole(TerminalConsole):
     """A console that sends everything to the kernel."""
 
-    def __init__(self, run: RunFolder, tell: Callable[[FromLauncher], None]) -> None:
+    def __init__(self, run: RunFolder, kernel: Kernel) -> None:
         super().__init__(run)
-        self._tell = tell
+        self._kernel = kernel
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
@@ -58,74 +95,32 @@ class _ToKernel(TerminalConsole):
 
     def world(self, size: int) -> None:
         """Send the number of ranks."""
-        self._tell(WorldReady(size))
+        self._kernel.send(WorldReady(size=size))
 
     def say(self, text: str, *, in_log_only: bool = False) -> None:
         """Send a message of the launcher."""
         if not in_log_only:
-            self._tell(Said(text))
+            self._kernel.send(Said(text=text))
 
     def output(self, rank: int, text: str) -> None:
         """Send lines of a rank's log."""
-        self._tell(Printed(rank, text))
+        self._kernel.send(Printed(rank=rank, text=text))
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Send a finding."""
+        """Send findings."""
         if findings:
-            self._tell(HostsFound(tuple(findings)))
+            self._kernel.send(Found(findings=tuple(findings)))
 
     def finish(self) -> None:
         """Do nothing."""
 
 
-class _Kernel:
-    """The kernel's side: its requests, and whether it is alive."""
-
-    def __init__(self, asked: int, told: IO[bytes]) -> None:
-        self._asked = asked
-        self._told = told
-        self._parent = os.getppid()
-        self._turn = threading.Lock()
-        self._unread = b""
-
-    def tell(self, event: FromLauncher) -> None:
-        """Send to the kernel; its exit is noticed elsewhere."""
-        with self._turn, contextlib.suppress(OSError):
-            self._told.write(msgspec.json.encode(event) + b"\n")
-            self._told.flush()
-
-    def line(self) -> bytes:
-        """Wait for the next line; empty after the kernel has exited.
-
-        The pipe may stay open: a forked child of the kernel may hold it.
-        """
-        while b"\n" not in self._unread:
-            readable, _, _ = select.select([self._asked], [], [], _LOOK_EVERY_S)
-            piece = os.read(self._asked, _PIECE_BYTES) if readable else None
-            if piece == b"" or os.getppid() != self._parent:
-                return b""
-            self._unread += piece or b""
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
-
-    def obey(self, runner: Run, loop: asyncio.AbstractEventLoop) -> None:
-        """Process the kernel's requests in a thread until it exits."""
-        with contextlib.suppress(RuntimeError):  # the ranks and the loop have stopped
-            while line := self.line():
-                match msgspec.json.decode(line, type=ToLauncher):
-                    case Interrupt():
-                        loop.call_soon_threadsafe(runner.pass_on, "SIGINT")
-                    case EndLauncher():
-                        loop.call_soon_threadsafe(runner.stop, "stopped by the notebook")
-            loop.call_soon_threadsafe(runner.stop, "the notebook's kernel exited")
-
-
-class _KernelRun(Run):
+class NotebookRun(Run):
     """A run that a notebook's kernel can interrupt and stop."""
 
     def __init__(
         self,
-        kernel: _Kernel,
+        kernel: Kernel,
         spec: JobSpec,
         transport: Transport,
         console: TerminalConsole,
@@ -141,25 +136,21 @@ class _KernelRun(Run):
         return await super().run(on_phase)
 
 
-def main() -> int:
-    """Launch the job that the first line describes; return the exit code."""
-    kernel = _Kernel(sys.stdin.fileno(), sys.stdout.buffer)
-    line = kernel.line()
-    if not line:
-        return 0
-    order = msgspec.json.decode(line, type=LauncherOrder)
-
+def main(descriptor: str) -> None:
+    """Launch the job that the first message describes."""
+    kernel = Kernel(Connection(int(descriptor)))
+    order = kernel.receive()
+    if not isinstance(order, Launch):
+        return
     run = RunFolder(Path(order.run))
+    console = KernelConsole(run, kernel)
     try:
         transport = LocalTransport(socket.gethostname())
-        console = _ToKernel(run, kernel.tell)
-        code = launch(_KernelRun(kernel, order.spec, transport, console, run), console)
+        launch(NotebookRun(kernel, order.spec, transport, console, run), console)
     except MusterError as error:
-        kernel.tell(HostsFound(tuple(from_error(error))))
-        code = error.exit_code
-    kernel.tell(Ended(int(code)))
-    return code
+        kernel.send(Found(findings=tuple(from_error(error))))
+    kernel.send(Ended())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1])

@@ -13,10 +13,9 @@ from torchmuster.finding import from_error, render
 from torchmuster.launch.job import JobSpec
 from torchmuster.notebook import command_line, shown
 from torchmuster.notebook.cell import CELL
-from torchmuster.notebook.ranks import OutputListener, Ranks
+from torchmuster.notebook.ranks import Ranks
 from torchmuster.units import plural
 
-_INTERRUPTING = "interrupting; to stop waiting and lose all variables of the ranks: Ctrl-C again\n"
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # if a line cannot be replaced
 
@@ -86,7 +85,7 @@ class Notebook:
     def _start_first(self, spec: JobSpec) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
-                f"{_rank_count(self._ranks.world_size)} already running",
+                f"{plural(self._ranks.world_size, 'rank')} already running",
                 why="a notebook has one group of ranks at a time",
                 fix="%muster stop, then %muster start …; or %muster restart for the same "
                 "configuration",
@@ -105,7 +104,7 @@ class Notebook:
         if ranks is None or not ranks.alive:
             print("no ranks running; to start some: %muster start --ranks 2")
             return
-        print(f"{_rank_count(ranks.world_size)}; logs in {ranks.run_folder.logs}")
+        print(f"{plural(ranks.world_size, 'rank')}; logs in {ranks.run_folder.logs}")
         if ranks.refused:
             print(f"refused connections without the key: {'; '.join(ranks.refused)}")
 
@@ -114,17 +113,16 @@ class Notebook:
     def _running(self) -> Ranks:
         if self._ranks is not None:
             self._ranks.catch_up()
-        if self._ranks is None or not self._ranks.alive:
-            raise Impossible(
-                "no ranks running",
-                why="the ranks have exited" if self._ranks is not None else "none were started yet",
-                fix="%muster restart" if self._ranks is not None else "%muster start --ranks 2",
-            )
+        if self._ranks is None:
+            why, fix = "none were started yet", "%muster start --ranks 2"
+            raise Impossible("no ranks running", why=why, fix=fix)
+        if not self._ranks.alive:
+            raise Impossible("no ranks running", why="the ranks have exited", fix="%muster restart")
         return self._ranks
 
     def _start(self, spec: JobSpec) -> None:
         self._ranks = ranks = Ranks(spec)
-        show = self._place()
+        show = self._status()
         messages: list[str] = []
 
         def say(text: str) -> None:
@@ -133,32 +131,29 @@ class Notebook:
 
         last = "not started"
         try:
-            ranks.wait_until_here(say)
-            last = f"{_rank_count(ranks.world_size)} ready; %%ranks runs a cell on them"
+            ranks.wait_until_ready(say)
+            last = f"{plural(ranks.world_size, 'rank')} ready; %%ranks runs a cell on them"
         finally:
             reasons = [text for text in messages if not text.startswith(("run ", "waiting"))]
             show("\n".join([*reasons, last]))
 
     def _run(self, ranks: Ranks, code: str, chosen: Collection[int]) -> None:
-        every_s = _PROGRESS_S if self._is_kernel else _PROGRESS_ON_A_TERMINAL_S
-        seen = shown.CellShown(
-            ranks.run_folder, ranks.world_size, chosen, _write, self._place(), every_s=every_s
+        every_s = _PROGRESS_ON_A_TERMINAL_S
+        if self._is_kernel:
+            every_s = _PROGRESS_S
+        view = shown.CellShown(
+            ranks.run_folder, ranks.world_size, chosen, _write, self._status(), every_s=every_s
         )
         # The number that the notebook shows; execution_count is already the next one's in some versions.
         name = f"{CELL}{len(self.shell.user_ns['In']) - 1}"
-        listener = OutputListener(
-            wrote=seen.lines.add,
-            found=seen.found,
-            passing=seen.passing,
-            interrupted=lambda: _write(_INTERRUPTING),
-        )
         try:
-            result = ranks.run(code, name, chosen, listener)
+            result = ranks.run(code, name, chosen, view)
         finally:
-            seen.end()
-        if text := shown.values_text(result.done, ranks.world_size):
-            _write(f"{text}\n")
-        errors = seen.errors(result.done)
+            view.end()
+        values = shown.values_text(result.done, ranks.world_size)
+        if values:
+            _write(f"{values}\n")
+        errors = view.errors(result.done)
         if result.stuck:
             self._start_again(ranks, result.stuck, errors)
         if errors:
@@ -171,20 +166,20 @@ class Notebook:
         where = shown.progress_text(stuck, stuck, shown.read_heartbeats(ranks.run_folder))
         ranks.stop()
         self._start(ranks.spec)
-        told = [errors] if errors else []
-        told += [
+        lines = [
+            errors,
             f"interrupted, but {where} and did not return",
             "Ctrl-C does not interrupt a rank that waits in a collective, so all ranks were "
             "restarted and their variables are lost",
             "rerun the cells that define what you need, starting with init_process_group",
         ]
-        raise RanksError("\n".join(told))
+        raise RanksError("\n".join(line for line in lines if line))
 
     @property
     def _is_kernel(self) -> bool:
         return hasattr(self.shell, "kernel")
 
-    def _place(self) -> Callable[[str], None]:
+    def _status(self) -> Callable[[str], None]:
         """Return a function that replaces the text that it showed before."""
         from IPython.display import DisplayHandle
 
@@ -240,7 +235,3 @@ def _errors_as_text() -> Iterator[None]:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _rank_count(ranks: int) -> str:
-    return plural(ranks, "rank")

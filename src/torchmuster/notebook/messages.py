@@ -1,26 +1,47 @@
-"""The messages between the notebook and its ranks, and their authentication.
+"""Messages between the notebook, its ranks and its launcher, over connections of ``multiprocessing``.
 
-A message is a 4-byte big-endian length and that many bytes of MessagePack, decoded into
-these types only: nothing is unpickled. Before the first message both sides prove that they have the
-key, with a fixed number of bytes that need no parser. The key itself is never sent.
+A message is MessagePack, decoded into these types only: nothing is unpickled. A rank and the notebook first prove to each
+other that they have the key, which is never sent (``multiprocessing.connection.deliver_challenge``).
 """
 
-import hashlib
-import hmac
+import contextlib
 import os
-import socket
+import queue
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import msgspec
 
+from torchmuster.finding import Finding
+from torchmuster.launch.job import JobSpec
+
+LOOPBACK = "127.0.0.1"
 # Redacted by name in all output; removed from a rank's environment at startup.
 SECRET_VARIABLE = "TORCHMUSTER_NOTEBOOK_SECRET"  # noqa: S105  # a variable's name
 SECRET_BYTES = 32
-_NONCE_BYTES = 32
-_MAC_BYTES = 32
-_RANK_BYTES = 4
+LONGEST_MESSAGE = 2**31 - 1
+_MOST_WAITING = 1000  # messages, before the sender blocks
+_LOOK_AGAIN_S = 0.01
+_DELIVER_WITHIN_S = 2.0
+T = TypeVar("T")
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+class Message(msgspec.Struct, kw_only=True, tag=True):
+    """A message; its class is sent with it."""
+
+
+# ---- with a rank
+
+
+class Hello(Message):
+    """The first message of a rank."""
+
+    rank: int
+
+
+class Run(Message):
     """Run a cell; ``name`` is its file name in tracebacks."""
 
     request: int
@@ -28,13 +49,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     code: str
 
 
-class Wrote(msgspec.Struct, frozen=True, kw_only=True, tag="wrote"):
+class Wrote(Message):
     """Text that a rank's Python code printed."""
 
     text: str
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+class Done(Message):
     """A cell has finished: its last expression as text, or the traceback.
 
     ``wrote_to_log``: output that bypassed Python; it arrives through the rank's log.
@@ -47,11 +68,56 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     wrote_to_log: bool = False
 
 
+# ---- with the launcher
+
+
+class Launch(Message):
+    """Launch this job; the first message to the launcher."""
+
+    spec: JobSpec
+    run: str  # its folder
+
+
+class Interrupt(Message):
+    """Send SIGINT to every rank."""
+
+
+class EndLauncher(Message):
+    """Stop the ranks; the second time, kill them."""
+
+
+class Said(Message):
+    """A message of the launcher itself."""
+
+    text: str
+
+
+class Found(Message):
+    """A finding of the launcher: a hang, or why the ranks exited."""
+
+    findings: tuple[Finding, ...]
+
+
+class WorldReady(Message):
+    """The number of ranks."""
+
+    size: int
+
+
+class Printed(Message):
+    """Lines in a rank's log, written by libraries and programs, not by cells."""
+
+    rank: int
+    text: str
+
+
+class Ended(Message):
+    """All ranks have exited."""
+
+
 FromRank = Wrote | Done
-
-
-class NotTheOther(Exception):
-    """The other side does not have the key."""
+ToLauncher = Launch | Interrupt | EndLauncher
+FromLauncher = Said | Found | WorldReady | Printed | Ended
 
 
 def new_secret() -> bytes:
@@ -59,38 +125,41 @@ def new_secret() -> bytes:
     return os.urandom(SECRET_BYTES)
 
 
-def admit_rank(end: socket.socket, secret: bytes) -> int:
-    """Verify that a rank has the key, prove the same to it, and return its number."""
-    challenge = os.urandom(_NONCE_BYTES)
-    end.sendall(challenge)
-    answer = _read_messages(end, _RANK_BYTES + _NONCE_BYTES + _MAC_BYTES)
-    said, mac = answer[:-_MAC_BYTES], answer[-_MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(secret, b"rank", challenge + said)):
-        raise NotTheOther("it does not have the key of this notebook")
-    end.sendall(_mac(secret, b"notebook", said + challenge))
-    return int.from_bytes(said[:_RANK_BYTES], "big")
+def send(connection: Connection, message: Message) -> None:
+    """Send a message; does nothing if the other side has disconnected, which the receiver notices."""
+    with contextlib.suppress(OSError):
+        connection.send_bytes(msgspec.msgpack.encode(message))
 
 
-def introduce_rank(end: socket.socket, secret: bytes, rank: int) -> None:
-    """Prove to the notebook that this rank has the key, and verify the notebook."""
-    challenge = _read_messages(end, _NONCE_BYTES)
-    said = rank.to_bytes(_RANK_BYTES, "big") + os.urandom(_NONCE_BYTES)
-    end.sendall(said + _mac(secret, b"rank", challenge + said))
-    proof = _read_messages(end, _MAC_BYTES)
-    if not hmac.compare_digest(proof, _mac(secret, b"notebook", said + challenge)):
-        raise NotTheOther("the listener is not the notebook that started this rank")
+def receive(connection: Connection, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """Wait for the next message; None after the other side has disconnected."""
+    try:
+        return decoder.decode(connection.recv_bytes(LONGEST_MESSAGE))
+    except (OSError, EOFError, RecursionError, msgspec.DecodeError):
+        return None
 
 
-def _mac(secret: bytes, who: bytes, said: bytes) -> bytes:
-    # The sender's role is part of the proof, so that it cannot be reflected.
-    return hmac.digest(secret, who + said, hashlib.sha256)
+class Outbox:
+    """Sends messages in a thread, so that Ctrl-C during a ``print`` cannot split one."""
 
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        # SimpleQueue.put is reentrant, so a signal cannot break it.
+        self._waiting: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, name="notebook-sender", daemon=True)
+        self._thread.start()
 
-def _read_messages(end: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = end.recv(size - len(data))
-        if not piece:
-            raise NotTheOther("it closed the connection before authentication")
-        data += piece
-    return data
+    def put(self, message: Message) -> None:
+        """Send a message, as soon as those before it are sent."""
+        while self._waiting.qsize() >= _MOST_WAITING and self._thread.is_alive():
+            time.sleep(_LOOK_AGAIN_S)
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """Wait until all messages are sent."""
+        self._waiting.put(None)
+        self._thread.join(_DELIVER_WITHIN_S)
+
+    def _send_all(self) -> None:
+        while (message := self._waiting.get()) is not None:
+            send(self._connection, message)

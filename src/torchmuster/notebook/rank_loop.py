@@ -8,33 +8,36 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import sys
 import types
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import msgspec
 
 from torchmuster.notebook import cell
-from torchmuster.notebook.connection import LOOPBACK, Connection
 from torchmuster.notebook.messages import (
+    LOOPBACK,
     SECRET_VARIABLE,
     Done,
+    Hello,
+    Outbox,
     Run,
     Wrote,
-    introduce_rank,
+    receive,
+    send,
 )
 
-_CONNECT_WITHIN_S = 60.0
+_RUN = msgspec.msgpack.Decoder(Run)
 
 
-class _ToNotebook(io.TextIOBase):
+class CellOutput(io.TextIOBase):
     """Standard output and error of cells. A forked child writes to the rank's log instead."""
 
     encoding = "utf-8"
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
         self._pid = os.getpid()
 
     def writable(self) -> bool:
@@ -48,7 +51,7 @@ class _ToNotebook(io.TextIOBase):
     def write(self, text: str) -> int:
         """Send the printed text."""
         if os.getpid() == self._pid:
-            self._connection.send(Wrote(text=text))
+            self._outbox.put(Wrote(text=text))
         elif sys.__stdout__ is not None:
             sys.__stdout__.write(text)
         return len(text)
@@ -59,6 +62,7 @@ class RankLoop:
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
+        self._outbox = Outbox(connection)
         self._busy = False
         # As Python does for a script, so that pickle and multiprocessing find the cells' names.
         main = types.ModuleType("__main__")
@@ -70,17 +74,18 @@ class RankLoop:
 
     def serve(self) -> None:
         """Process requests until the notebook disconnects."""
-        sys.stdout = sys.stderr = _ToNotebook(self._connection)
+        sys.stdout = sys.stderr = CellOutput(self._outbox)
         while True:
             request = self.wait_for_a_cell()
             if request is None:
                 break
-            self._connection.send(self._run(request))
+            self._outbox.put(self._run(request))
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        self._outbox.close()
 
     def wait_for_a_cell(self) -> Run | None:
         """Wait for a request; hang reports show this function's name."""
-        return self._connection.receive(_RUN)
+        return receive(self._connection, _RUN)
 
     def _run(self, request: Run) -> Done:
         # Set for each cell: an earlier one may have changed it.
@@ -110,7 +115,11 @@ class RankLoop:
             raise KeyboardInterrupt
 
 
-_RUN = msgspec.msgpack.Decoder(Run)
+def connect(port: int, secret: bytes, rank: int) -> Connection:
+    """Connect to the notebook that started this rank; both prove that they have the key."""
+    connection: Connection = Client((LOOPBACK, port), authkey=secret)
+    send(connection, Hello(rank=rank))
+    return connection
 
 
 def _log_bytes() -> int:
@@ -118,28 +127,14 @@ def _log_bytes() -> int:
     return os.fstat(1).st_size
 
 
-def connect(port: int, secret: bytes, rank: int) -> Connection:
-    """Connect to the notebook that started this rank."""
-    end = socket.create_connection((LOOPBACK, port), _CONNECT_WITHIN_S)
-    try:
-        introduce_rank(end, secret, rank)
-    except BaseException:
-        end.close()
-        raise
-    return Connection(end)
-
-
-def main(words: list[str]) -> None:
-    """Run as a rank; the argument is the notebook's port, the environment has the key."""
+def main(port: str) -> None:
+    """Run as a rank; the environment has the key."""
     # Not inherited by child processes of cells.
     secret = bytes.fromhex(os.environ.pop(SECRET_VARIABLE))
     rank = int(os.environ["RANK"])
-    connection = connect(int(words[0]), secret, rank)
-    try:
+    with connect(int(port), secret, rank) as connection:
         RankLoop(connection, rank).serve()
-    finally:
-        connection.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

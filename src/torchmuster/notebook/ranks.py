@@ -12,57 +12,40 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import JobSpec
-from torchmuster.notebook import launcher
-from torchmuster.notebook.connection import Connection, RankListener
 from torchmuster.notebook.launcher import Launcher
+from torchmuster.notebook.listener import RankListener
 from torchmuster.notebook.messages import (
     SECRET_VARIABLE,
     Done,
+    Ended,
+    Found,
+    FromLauncher,
     FromRank,
+    Interrupt,
+    Printed,
     Run,
+    Said,
+    WorldReady,
     Wrote,
     new_secret,
+    receive,
+    send,
 )
 from torchmuster.runfolder import DEFAULT_ROOT, create_run_folder
-
-
-class Interrupts:
-    """The number of interrupts requested."""
-
-    count = 0
-
-    def take_note(self, *_: object) -> None:
-        """Count an interrupt; the signal handler."""
-        self.count += 1
-
-
-@contextlib.contextmanager
-def collect_interrupts() -> Iterator[Interrupts]:
-    """Collect interrupts: an exception at any line could leave ranks in different states."""
-    asked = Interrupts()
-    try:
-        before = signal.signal(signal.SIGINT, asked.take_note)
-    except ValueError:  # not in the main thread, which alone receives signals
-        yield asked
-        return
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
 
 _LOOK_EVERY_S = 0.1
 _LATE_OUTPUT_S = 0.6
 _VERDICT_WITHIN_S = 10.0
-_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_MESSAGE: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 class Arrived(NamedTuple):
@@ -72,28 +55,34 @@ class Arrived(NamedTuple):
     connection: Connection
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     """A message of a rank; None: it has disconnected."""
 
     rank: int
     message: FromRank | None
 
 
-Event = Arrived | Heard | launcher.FromLauncher | None  # None: the launcher has exited
+Event = Arrived | Received | FromLauncher | None  # None: the launcher has exited
+
+
+class CellView(Protocol):
+    """What is shown of a cell while it runs."""
+
+    def wrote(self, rank: int, text: str) -> None:
+        """Show printed text."""
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """Show findings of the launcher."""
+
+    def passing(self, done: Mapping[int, Done]) -> None:
+        """Update the display, given the ranks that have finished."""
+
+    def interrupted(self) -> None:
+        """Say that the ranks were interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputListener:
-    """Callbacks while a cell runs: printed text, findings, finished ranks, and an interrupt."""
-
-    wrote: Callable[[int, str], None]
-    found: Callable[[Sequence[Finding]], None]
-    passing: Callable[[Mapping[int, Done]], None]
-    interrupted: Callable[[], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksResult:
+class CellResult:
     """The results of the ranks that returned; ``stuck`` did not return before the second interrupt."""
 
     done: dict[int, Done]
@@ -102,7 +91,7 @@ class RanksResult:
 
 
 class Ranks:
-    """Started by the constructor, usable after :meth:`wait_until_here`, stopped by :meth:`stop`."""
+    """Started by the constructor, usable after :meth:`wait_until_ready`, stopped by :meth:`stop`."""
 
     def __init__(self, spec: JobSpec, root: Path = DEFAULT_ROOT) -> None:
         self.spec = spec
@@ -111,19 +100,18 @@ class Ranks:
         self._over = False
         self._requests = itertools.count()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._here: dict[int, Connection] = {}
-        self._found: Finding | None = None
+        self._connections: dict[int, Connection] = {}
+        self._failure: Finding | None = None
         secret = new_secret()
-        self._entrance = RankListener(secret, self._arrived)
+        self._listener = RankListener(
+            secret, lambda rank, connection: self._events.put(Arrived(rank, connection))
+        )
         spec = replace(
             spec,
-            command=("torchmuster.notebook.rank_loop", str(self._entrance.port)),
+            command=("torchmuster.notebook.rank_loop", str(self._listener.port)),
             environment={**spec.environment, SECRET_VARIABLE: secret.hex()},
         )
-        self._launcher = Launcher(self.run_folder, self._events.put)
-        self._launcher.tell(
-            launcher.LauncherOrder(spec=spec, run=str(self.run_folder.path.resolve()))
-        )
+        self._launcher = Launcher(spec, self.run_folder, self._events.put)
 
     @property
     def alive(self) -> bool:
@@ -133,38 +121,35 @@ class Ranks:
     @property
     def refused(self) -> Sequence[str]:
         """The reasons of refused connections."""
-        return tuple(self._entrance.refused)
+        return tuple(self._listener.refused)
 
-    def wait_until_here(self, say: Callable[[str], None]) -> None:
+    def wait_until_ready(self, say: Callable[[str], None]) -> None:
         """Wait for all ranks, then stop listening; on failure, clean up everything."""
         try:
-            while not self.world_size or len(self._here) < self.world_size:
-                match self._events.get():
-                    case launcher.Said(text=text):
-                        say(text)
-                    case event:
-                        self._note(event)
+            while not self.world_size or len(self._connections) < self.world_size:
+                event = self._events.get()
+                if isinstance(event, Said):
+                    say(event.text)
+                self._note(event)
         except BaseException:
             self.stop()
             raise
-        self._entrance.close()
+        self._listener.close()
 
     def catch_up(self) -> None:
         """Process the events since the last cell; raise the reason if the ranks have exited."""
-        shown_with_the_next_cell: list[Event] = []
-        while not self._over and not self._events.empty():
+        printed: list[Event] = []
+        for _ in range(self._events.qsize()):
             event = self._events.get()
             match event:
-                case launcher.Printed() | Heard(message=Wrote()):
-                    shown_with_the_next_cell.append(event)
+                case Printed() | Received(message=Wrote()):
+                    printed.append(event)
                 case _:
                     self._note(event)
-        for event in shown_with_the_next_cell:
+        for event in printed:  # shown with the next cell
             self._events.put(event)
 
-    def run(
-        self, code: str, name: str, ranks: Collection[int], listener: OutputListener
-    ) -> RanksResult:
+    def run(self, code: str, name: str, ranks: Collection[int], view: CellView) -> CellResult:
         """Run a cell on some ranks, and wait for all of them.
 
         Ctrl-C interrupts them, and the cell ends when they have returned: a rank may be saving, or
@@ -173,119 +158,129 @@ class Ranks:
         request = next(self._requests)
         running, done = set(ranks), dict[int, Done]()
         interrupted = False
-        with collect_interrupts() as asked:
+        with _interrupts_counted() as interrupts:
             for rank in ranks:
-                self._here[rank].send(Run(request=request, name=name, code=code))
-            while running and asked.count < 2:
-                if asked.count and not interrupted:
+                send(self._connections[rank], Run(request=request, name=name, code=code))
+            while running and interrupts.count < 2:
+                if interrupts.count and not interrupted:
                     interrupted = True
-                    self._launcher.tell(launcher.Interrupt())
-                    listener.interrupted()
+                    self._launcher.send(Interrupt())
+                    view.interrupted()
                 event = self._next()
                 match event:
-                    case Heard(rank=rank, message=Done() as message) if message.request == request:
-                        done[rank] = message
-                        running.discard(rank)
+                    case Received(rank=rank, message=Done() as message):
+                        if message.request == request:
+                            done[rank] = message
+                            running.discard(rank)
                     case _:
-                        self._pass_on(event, listener)
-                listener.passing(done)
-            self._take_late_output(done, listener)
-        return RanksResult(done=done, interrupted=asked.count > 0, stuck=tuple(sorted(running)))
+                        self._show(event, view)
+                view.passing(done)
+            self._show_late_output(done, view)
+        return CellResult(done=done, interrupted=interrupts.count > 0, stuck=tuple(sorted(running)))
 
     def stop(self) -> None:
-        """Stop the ranks; request it twice, so that they are killed."""
+        """Stop the ranks, and wait until they have exited."""
         self._over = True
         self._launcher.end()
-        for connection in self._here.values():
+        for connection in self._connections.values():
             connection.close()
-        self._here.clear()
-        self._entrance.close()
+        self._connections.clear()
+        self._listener.close()
 
     # ---- events
 
-    def _next(self) -> Event | Heard:
+    def _next(self) -> Event:
         try:
             return self._events.get(timeout=_LOOK_EVERY_S)
         except queue.Empty:
-            return launcher.Said("")
+            return Said(text="")
 
-    def _pass_on(self, event: Event, listener: OutputListener) -> None:
+    def _show(self, event: Event, view: CellView) -> None:
         match event:
-            case Heard(rank=rank, message=Wrote(text=text)):
-                listener.wrote(rank, text)
-            case launcher.Printed(rank=rank, text=text):
-                listener.wrote(rank, text)
-            case launcher.HostsFound(findings=findings):
-                self._keep(findings)
-                listener.found(findings)
-            case _:
-                self._note(event)
+            case Received(rank=rank, message=Wrote(text=text)) | Printed(rank=rank, text=text):
+                view.wrote(rank, text)
+            case Found(findings=findings):
+                view.found(findings)
+        self._note(event)
 
     def _note(self, event: Event) -> None:
         """Process events that concern every wait: connected and disconnected ranks."""
         match event:
             case Arrived(rank=rank, connection=connection):
-                self._here[rank] = connection
-                threading.Thread(
-                    target=self._hear, args=(rank, connection), name=f"rank-{rank}", daemon=True
-                ).start()
-            case launcher.WorldReady(size=size):
+                self._connections[rank] = connection
+                threading.Thread(target=self._receive, args=event, daemon=True).start()
+            case WorldReady(size=size):
                 self.world_size = size
-            case launcher.HostsFound(findings=findings):
-                self._keep(findings)
-            case Heard(rank=rank, message=None):
-                self._await_verdict(rank)
-            case launcher.Ended() | None:
-                self._over = True
-                raise self._why_over("the ranks have exited")
+            case Found(findings=findings):
+                # Why the ranks exit; a hang that may recover does not count.
+                for finding in findings:
+                    if finding.status is Status.FAILURE:
+                        self._failure = finding
+            case Received(rank=rank, message=None):
+                self._wait_for_reason()
+                raise self._ended(f"rank {rank} has exited")
+            case Ended() | None:
+                raise self._ended("the ranks have exited")
 
-    def _keep(self, findings: Sequence[Finding]) -> None:
-        """Store why the ranks exit; a hang that may recover does not count."""
-        failures = [one for one in findings if one.status is Status.FAILURE]
-        self._found = failures[-1] if failures else self._found
-
-    def _await_verdict(self, rank: int) -> None:
-        """Handle an exited rank: the launcher stops the others, and knows the reason."""
+    def _wait_for_reason(self) -> None:
+        """Wait for the launcher, which stops the other ranks, and knows the reason."""
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         while time.monotonic() < deadline:
             match self._next():
-                case launcher.HostsFound(findings=findings):
-                    self._keep(findings)
-                case launcher.Ended() | None:
-                    break
-        self._over = True
-        raise self._why_over(f"rank {rank} has exited")
+                case Found() as event:
+                    self._note(event)
+                case Ended() | None:
+                    return
 
-    def _why_over(self, what: str) -> MusterError:
-        again = "%muster restart  # then rerun the cells that define what you need"
-        logs = f"logs: {self.run_folder.logs}"
-        found = self._found
-        if found is None:
-            return MusterError(what, why=logs, fix=again)
+    def _ended(self, what: str) -> MusterError:
+        self._over = True
+        fix = "%muster restart  # then rerun the cells that define what you need"
+        why = f"logs: {self.run_folder.logs}"
+        if self._failure is None:
+            return MusterError(what, why=why, fix=fix)
         return MusterError(
-            found.what, why=_ranks_lines(found.why, logs), fix=_ranks_lines(found.fix, again)
+            self._failure.what,
+            why=f"{self._failure.why}\n{why}".strip(),
+            fix=f"{self._failure.fix}\n{fix}".strip(),
         )
 
-    def _take_late_output(self, done: dict[int, Done], listener: OutputListener) -> None:
+    def _show_late_output(self, done: dict[int, Done], view: CellView) -> None:
         """Wait for output through the logs, which arrives shortly after the cell's end."""
-        late = {rank for rank, one in done.items() if one.wrote_to_log}
+        late = {rank for rank, result in done.items() if result.wrote_to_log}
         deadline = time.monotonic() + _LATE_OUTPUT_S
         while late and time.monotonic() < deadline:
             event = self._next()
-            self._pass_on(event, listener)
-            if isinstance(event, launcher.Printed):
+            self._show(event, view)
+            if isinstance(event, Printed):
                 late.discard(event.rank)
 
-    # ---- threads
-
-    def _arrived(self, rank: int, connection: Connection) -> None:
-        self._events.put(Arrived(rank, connection))
-
-    def _hear(self, rank: int, connection: Connection) -> None:
-        while (message := connection.receive(_FROM_RANK)) is not None:
-            self._events.put(Heard(rank, message))
-        self._events.put(Heard(rank, None))
+    def _receive(self, rank: int, connection: Connection) -> None:
+        message = receive(connection, _MESSAGE)
+        while message is not None:
+            self._events.put(Received(rank, message))
+            message = receive(connection, _MESSAGE)
+        self._events.put(Received(rank, None))
 
 
-def _ranks_lines(*parts: str) -> str:
-    return "\n".join(part for part in parts if part)
+class Interrupts:
+    """The number of interrupts."""
+
+    count = 0
+
+    def add(self, *_: object) -> None:
+        """Count an interrupt; the signal handler."""
+        self.count += 1
+
+
+@contextlib.contextmanager
+def _interrupts_counted() -> Iterator[Interrupts]:
+    """Count interrupts: an exception at any line could leave ranks in different states."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():  # which alone receives signals
+        yield interrupts
+        return
+    before = signal.signal(signal.SIGINT, interrupts.add)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)

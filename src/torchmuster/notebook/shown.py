@@ -18,6 +18,7 @@ _PLACES_AFTER_S = 5.0
 # An error in a cell usually occurs on all ranks, and is then shown once.
 _OTHERS_FOLLOW_WITHIN_S = 2.0
 _GROUPS_SHOWN = 6
+_INTERRUPTING = "interrupting; to stop waiting and lose all variables of the ranks: Ctrl-C again\n"
 
 
 class Lines:
@@ -30,7 +31,7 @@ class Lines:
         write: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = OutputDeduplicator(world_size, logs=str(run.logs))
+        self._merger = OutputDeduplicator(world_size, logs=str(run.logs))
         self._write = write
         self._clock = clock
         self._unfinished: dict[int, str] = {}
@@ -40,7 +41,7 @@ class Lines:
         whole, end, rest = (self._unfinished.get(rank, "") + text).rpartition("\n")
         self._unfinished[rank] = rest.rpartition("\r")[2] if rest.strip("\r") else ""
         if end:
-            self._folder.add(rank, whole + end, self._clock())
+            self._merger.add(rank, whole + end, self._clock())
 
     def unfinished(self, rank: int) -> str:
         """Return a rank's incomplete line, often a progress bar."""
@@ -48,15 +49,15 @@ class Lines:
 
     def show_due(self) -> None:
         """Show lines that have waited long enough for equal lines of other ranks."""
-        self._show(self._folder.due(self._clock()))
+        self._show(self._merger.due(self._clock()))
 
     def show_all(self) -> None:
         """Show all remaining lines."""
         for rank, text in self._unfinished.items():
             if text:
-                self._folder.add(rank, f"{text}\n", self._clock())
+                self._merger.add(rank, f"{text}\n", self._clock())
         self._unfinished.clear()
-        self._show(self._folder.flush())
+        self._show(self._merger.flush())
 
     def _show(self, lines: list[str]) -> None:
         if lines:
@@ -66,7 +67,7 @@ class Lines:
 class CellShown:
     """The display of one running cell: lines, findings, and after a while the ranks' positions.
 
-    ``write`` appends to the cell's output, ``place`` replaces the previous status text.
+    ``write`` appends to the cell's output, ``set_status`` replaces the previous status text.
     """
 
     def __init__(
@@ -75,59 +76,68 @@ class CellShown:
         world_size: int,
         ranks: Collection[int],
         write: Callable[[str], None],
-        place: Callable[[str], None],
+        set_status: Callable[[str], None],
         *,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lines = Lines(run, world_size, write, clock)
+        self._lines = Lines(run, world_size, write, clock)
         self._run = run
         self._world_size = world_size
         self._ranks = ranks
         self._write = write
-        self._place = place
+        self._set_status = set_status
         self._every_s = every_s
         self._clock = clock
         self._began_s = clock()
         self._next_s = self._began_s + _PROGRESS_AFTER_S
-        self._placed = False
+        self._has_status = False
         self._failed_s: dict[int, float] = {}
-        self._told: set[int] = set()
+        self._shown_errors: set[int] = set()
         self._done: Mapping[int, Done] = {}
+
+    def wrote(self, rank: int, text: str) -> None:
+        """Show printed text."""
+        self._lines.add(rank, text)
+
+    def interrupted(self) -> None:
+        """Say that the ranks were interrupted, and what a second interrupt does."""
+        self._write(_INTERRUPTING)
 
     def found(self, findings: Sequence[Finding]) -> None:
         """Show a finding of the launcher, which does not know which ranks have finished."""
-        self.lines.show_due()
+        self._lines.show_due()
         self._write(f"{render(findings)}\n")
-        if self._done and any(one.name in KEEPS_WAITING for one in findings):
+        names = {finding.name for finding in findings}
+        if self._done and names & set(KEEPS_WAITING):
             ended = progress_text(self._done, (), {})
             self._write(f"{ended}, and will not join the collective\n")
 
     def passing(self, done: Mapping[int, Done]) -> None:
         """Update the display, given the ranks that have finished."""
         self._done = done
-        self.lines.show_due()
+        self._lines.show_due()
         now = self._clock()
-        self._tell_of_failures(now)
+        self._show_failures(now)
         if now >= self._next_s:
-            self._next_s, self._placed = now + self._every_s, True
-            self._place(f"{format_seconds(now - self._began_s)}: {self._standing(now)}")
+            self._next_s, self._has_status = now + self._every_s, True
+            self._set_status(f"{format_seconds(now - self._began_s)}: {self._positions(now)}")
 
     def end(self) -> None:
         """Show all remaining output, and the duration."""
-        self.lines.show_all()
-        if self._placed:
-            self._place(f"took {format_seconds(self._clock() - self._began_s)}")
+        self._lines.show_all()
+        if self._has_status:
+            self._set_status(f"took {format_seconds(self._clock() - self._began_s)}")
 
     def errors(self, done: Mapping[int, Done]) -> str:
         """Return the tracebacks that were not shown while the cell ran."""
-        new = {rank: result for rank, result in done.items() if rank not in self._told}
+        new = {rank: result for rank, result in done.items() if rank not in self._shown_errors}
         text = errors_text(new, self._world_size)
-        if text or not self._told:
+        if text or not self._shown_errors:
             return text
-        return f"{rank_text(self._told)} failed, as shown above"
+        return f"{rank_text(self._shown_errors)} failed, as shown above"
 
-    def _tell_of_failures(self, now: float) -> None:
+    def _show_failures(self, now: float) -> None:
         """Show the traceback of a rank before the others finish: they may wait for it forever."""
         for rank, result in self._done.items():
             if result.error and not result.interrupted:
@@ -135,17 +145,19 @@ class CellShown:
         late = {
             rank: self._done[rank]
             for rank, failed_s in self._failed_s.items()
-            if rank not in self._told and now - failed_s >= _OTHERS_FOLLOW_WITHIN_S
+            if rank not in self._shown_errors and now - failed_s >= _OTHERS_FOLLOW_WITHIN_S
         }
         if late:
-            self.lines.show_all()
+            self._lines.show_all()
             self._write(f"{errors_text(late, self._world_size)}\n")
-            self._told |= set(late)
+            self._shown_errors |= set(late)
 
-    def _standing(self, now: float) -> str:
-        known = read_heartbeats(self._run) if now - self._began_s >= _PLACES_AFTER_S else {}
+    def _positions(self, now: float) -> str:
+        heartbeats: dict[int, Heartbeat] = {}
+        if now - self._began_s >= _PLACES_AFTER_S:
+            heartbeats = read_heartbeats(self._run)
         running = [rank for rank in self._ranks if rank not in self._done]
-        return progress_text(self._ranks, running, known, self.lines.unfinished)
+        return progress_text(self._ranks, running, heartbeats, self._lines.unfinished)
 
 
 def read_heartbeats(run: RunFolder) -> dict[int, Heartbeat]:
@@ -197,24 +209,28 @@ def _rank_text(
 
 def values_text(done: Mapping[int, Done], world_size: int) -> str:
     """Return the values of the last expressions, merged if equal."""
-    return _folded({rank: result.value for rank, result in done.items()}, world_size)
+    return _merged({rank: result.value for rank, result in done.items()}, world_size)
 
 
 def errors_text(done: Mapping[int, Done], world_size: int) -> str:
     """Return the tracebacks, merged if equal."""
-    return _folded({rank: result.error for rank, result in done.items()}, world_size)
+    return _merged({rank: result.error for rank, result in done.items()}, world_size)
 
 
-def _folded(texts: Mapping[int, str], world_size: int) -> str:
-    alike: dict[str, list[int]] = {}
+def _merged(texts: Mapping[int, str], world_size: int) -> str:
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         if text:
-            alike.setdefault(text, []).append(rank)
-    return "\n".join(_with_ranks(text, ranks, world_size) for text, ranks in alike.items())
-
-
-def _with_ranks(text: str, ranks: list[int], world_size: int) -> str:
+            ranks_by_text.setdefault(text, []).append(rank)
     if world_size == 1:
-        return text
-    who = f"all {world_size} ranks" if len(ranks) == world_size else rank_text(ranks)
-    return f"[{who}]\n{text}" if "\n" in text else f"[{who}] {text}"
+        return "\n".join(ranks_by_text)
+    parts = []
+    for text, ranks in ranks_by_text.items():
+        names = rank_text(ranks)
+        if len(ranks) == world_size:
+            names = f"all {world_size} ranks"
+        separator = " "
+        if "\n" in text:
+            separator = "\n"
+        parts.append(f"[{names}]{separator}{text}")
+    return "\n".join(parts)

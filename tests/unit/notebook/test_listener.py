@@ -1,0 +1,124 @@
+"""Who may connect as a rank: those with the key, once each."""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, Listener
+
+import msgspec
+import pytest
+
+from patience import GIVE_UP_S
+from torchmuster.notebook.listener import RankListener
+from torchmuster.notebook.messages import Hello, Outbox, Run, Wrote, new_secret, receive, send
+from torchmuster.notebook.rank_loop import connect
+
+KEY = new_secret()
+CELLS = msgspec.msgpack.Decoder(Run)
+TEXTS = msgspec.msgpack.Decoder(Wrote)
+Came = queue.SimpleQueue[tuple[int, Connection]]
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[RankListener, Came]]:
+    came: Came = queue.SimpleQueue()
+    listener = RankListener(KEY, lambda rank, connection: came.put((rank, connection)))
+    try:
+        yield listener, came
+    finally:
+        listener.close()
+
+
+def test_a_rank_with_the_key_is_admitted_and_both_send() -> None:
+    with listening() as (listener, came):
+        rank = connect(listener.port, KEY, 3)
+        number, notebook = came.get(timeout=GIVE_UP_S)
+        assert number == 3
+        cell = Run(request=1, name="cell-1", code="x" * 3_000_000)
+        sender = threading.Thread(target=send, args=(notebook, cell))
+        sender.start()
+        assert receive(rank, CELLS) == cell
+        sender.join()
+        outbox = Outbox(rank)
+        for _ in range(500):
+            outbox.put(Wrote(text="y" * 999))
+        outbox.close()
+        rank.close()
+        for _ in range(500):
+            assert receive(notebook, TEXTS) == Wrote(text="y" * 999)
+        assert receive(notebook, TEXTS) is None
+        notebook.close()
+        assert listener.refused == []
+
+
+def test_a_wrong_key_is_refused() -> None:
+    with listening() as (listener, came):
+        with pytest.raises(AuthenticationError):
+            connect(listener.port, new_secret(), 0)
+        assert came.empty()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(68), os.urandom(9999)],
+    ids=["nothing", "a browser", "random bytes", "many bytes"],
+)
+def test_a_client_without_the_key_is_refused_and_delays_no_rank(sent: bytes) -> None:
+    with listening() as (listener, came):
+        silent = socket.create_connection(("127.0.0.1", listener.port), GIVE_UP_S)
+        with silent, socket.create_connection(("127.0.0.1", listener.port), GIVE_UP_S) as client:
+            with contextlib.suppress(OSError):  # it may be closed by now, with bytes unread
+                client.sendall(sent)
+                client.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(1000):
+                    pass
+            with connect(listener.port, KEY, 0):
+                came.get(timeout=GIVE_UP_S)[1].close()
+        assert came.empty()
+        assert len(listener.refused) >= 1
+
+
+def test_a_rank_connects_once() -> None:
+    with listening() as (listener, came):
+        with (
+            connect(listener.port, KEY, 0),
+            Client(("127.0.0.1", listener.port), authkey=KEY) as two,
+        ):
+            _, first = came.get(timeout=GIVE_UP_S)
+            send(two, Hello(rank=0))
+            assert receive(two, CELLS) is None
+            first.close()
+        assert listener.refused == ["rank 0 is already connected"]
+
+
+def test_a_rank_sends_nothing_to_a_listener_without_the_key() -> None:
+    with Listener(("127.0.0.1", 0), authkey=new_secret()) as stranger:
+
+        def accept() -> None:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                stranger.accept()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        with pytest.raises(AuthenticationError):
+            connect(stranger.address[1], KEY, 0)
+        thread.join()
+
+
+def test_nothing_listens_after_it_was_closed() -> None:
+    with listening() as (listener, _):
+        port = listener.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_a_message_that_is_nested_too_deeply_ends_the_connection() -> None:
+    here, there = Pipe()
+    with here, there:
+        here.send_bytes(b"\x82\xa1y" + b"\x91" * 100_000)
+        assert receive(there, CELLS) is None
