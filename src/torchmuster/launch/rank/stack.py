@@ -4,6 +4,8 @@ Runs inside the ranks, whatever is installed there: standard library only. ``rea
 were taken from outside (``diagnose/hang/``).
 """
 
+import enum
+import functools
 import itertools
 import linecache
 import os
@@ -32,36 +34,37 @@ _WAIT_DEPTH = 4  # the calls within threading's wait functions
 _THREADING = f"{os.sep}threading.py"
 _FUTURES = str(Path("concurrent", "futures", "_base.py"))
 _LIBRARIES = tuple(
-    sorted(
-        {
-            os.path.realpath(path) + os.sep
-            for name in ("stdlib", "platstdlib", "purelib", "platlib")
-            if (path := sysconfig.get_paths().get(name))
-        }
-    )
+    os.path.realpath(sysconfig.get_path(name)) + os.sep
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 # A stack taken from outside may be of another Python, with its libraries elsewhere.
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _STANDARD = re.compile(r"[/\\]lib(?:64)?[/\\]python\d\.\d+t?[/\\]")
 _OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
-
-
-def _in_torch(*parts: str) -> str:
-    return f"{os.sep}{Path('torch', *parts)}"
-
-
-_TORCH = _in_torch() + os.sep
-_DISTRIBUTED = _in_torch("distributed")
-_DATA, _DATA_LOADER = _in_torch("utils", "data"), _in_torch("utils", "data", "dataloader.py")
-_CUDA = _in_torch("cuda")
-_SERIALIZATION = _in_torch("serialization.py")
-_COMPILERS = tuple(map(_in_torch, torch_private.COMPILERS))
-_MODULES = _in_torch("nn", "modules")
-_OPTIMIZER = _in_torch("optim", "optimizer.py")
-_CHECKPOINT = _in_torch("distributed", "checkpoint")
+_LAUNCHER = f"{_OURS}launch{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+_DISTRIBUTED = f"{_TORCH}distributed"
+_DATA = f"{_TORCH}utils{os.sep}data"
+_DATA_LOADER = f"{_DATA}{os.sep}dataloader.py"
+_CUDA = f"{_TORCH}cuda"
+_SERIALIZATION = f"{_TORCH}serialization.py"
+_COMPILERS = tuple(_TORCH + folder for folder in torch_private.COMPILERS)
+_MODULES = f"{_TORCH}nn{os.sep}modules"
+_OPTIMIZER = f"{_TORCH}optim{os.sep}optimizer.py"
+_CHECKPOINT = f"{_DISTRIBUTED}{os.sep}checkpoint"
 _CHECKPOINTER = str(Path("train", "checkpointing", "checkpointer.py"))  # our own saves
 _CALLED = re.compile(r"([\w.]+)\s*\(")
 _IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
+
+
+class Owner(enum.Enum):
+    """Whose code a file is."""
+
+    USER = "user"
+    MUSTER = "muster"  # a module that trains
+    LAUNCHER = "launcher"  # a part of muster that only starts and watches
+    PACKAGE = "package"  # an installed package
+    LIBRARY = "library"  # torch or the standard library
 
 
 class StackFrame(NamedTuple):
@@ -95,28 +98,27 @@ def read_stack(frames: Sequence[StackFrame], call_in: Callable[[int], str]) -> T
     """
     own = own_frame(frames)
     doing, waiting = _doing(frames, own)
-    if not doing and own is not None:
-        doing = call_in(own)
-    return ThreadReading(
-        place=_stack_place(frames[own]) if own is not None else "",
-        doing=doing,
-        phase=next((phase for frame in frames if (phase := _stack_phase(frame))), ""),
-        waiting=waiting,
-    )
+    place = ""
+    if own is not None:
+        place = _place(frames[own])
+        doing = doing or call_in(own)
+    phase = next(filter(None, map(_phase_of, frames)), "")
+    return ThreadReading(place=place, doing=doing, phase=phase, waiting=waiting)
 
 
 def waits_for_thread(innermost: FrameType | None) -> bool:
     """Return whether a thread of this process only waits for another thread."""
-    return is_waiting_for_thread([_stack_frame(one) for one in _outwards(innermost, _WAIT_DEPTH)])
+    return is_waiting_for_thread(list(map(_stack_frame, _outwards(innermost, _WAIT_DEPTH))))
 
 
 def is_waiting_for_thread(frames: Sequence[StackFrame]) -> bool:
     """Return whether a stack only waits for another thread to finish, or for its result."""
-    return any(
-        (frame.function == "join" and frame.file.endswith(_THREADING))
-        or (frame.function == "result" and frame.file.endswith(_FUTURES))
-        for frame in frames[:_WAIT_DEPTH]
-    )
+    for frame in frames[:_WAIT_DEPTH]:
+        if frame.function == "join" and frame.file.endswith(_THREADING):
+            return True
+        if frame.function == "result" and frame.file.endswith(_FUTURES):
+            return True
+    return False
 
 
 def _outwards(frame: FrameType | None, most: int = _LONGEST_STACK) -> Iterator[FrameType]:
@@ -136,39 +138,35 @@ def own_frame(frames: Sequence[StackFrame]) -> int | None:
 
     If there is none, of ours; else of an installed package other than torch, such as a trainer started with ``-m``.
     """
-    found: dict[str, int] = {}
-    for place, frame in enumerate(frames):
-        found.setdefault(_stack_kind(frame.file), place)
-        if "own" in found:
-            break
-    return next((found[kind] for kind in ("own", "ours", "package") if kind in found), None)
+    innermost: dict[Owner, int] = {}
+    for index, frame in enumerate(frames):
+        owner = owner_of(frame.file)
+        if owner is Owner.USER:
+            return index
+        innermost.setdefault(owner, index)
+    return innermost.get(Owner.MUSTER, innermost.get(Owner.PACKAGE))
 
 
-_kinds: dict[str, str] = {}
+@functools.cache
+def owner_of(file: str) -> Owner:
+    """Return whose code a file is."""
+    path = os.path.realpath(file)
+    if file.startswith("<"):
+        return Owner.LIBRARY
+    if path.startswith(_LAUNCHER):
+        return Owner.LAUNCHER
+    if path.startswith(_OURS):
+        return Owner.MUSTER
+    if _PACKAGES.search(path):
+        return Owner.LIBRARY if _TORCH in path else Owner.PACKAGE
+    if path.startswith(_LIBRARIES) or _STANDARD.search(path):
+        return Owner.LIBRARY
+    return Owner.USER
 
 
-def _stack_kind(file: str) -> str:
-    """Return who owns a file: the user, an installed package, torch or the standard library, or us."""
-    kind = _kinds.get(file)
-    if kind is None:
-        path = os.path.realpath(file)
-        if file.startswith("<"):
-            kind = "library"
-        elif path.startswith(_OURS):
-            kind = "launcher" if os.sep + "launch" + os.sep in path else "ours"
-        elif _PACKAGES.search(path):
-            kind = "library" if _TORCH in path else "package"
-        elif path.startswith(_LIBRARIES) or _STANDARD.search(path):
-            kind = "library"
-        else:
-            kind = "own"
-        _kinds[file] = kind
-    return kind
-
-
-def _stack_place(frame: StackFrame) -> str:
-    function = "" if frame.function == "<module>" else f" in {frame.function}"
-    return f"{Path(frame.file).name}:{frame.line}{function}"
+def _place(frame: StackFrame) -> str:
+    place = f"{Path(frame.file).name}:{frame.line}"
+    return place if frame.function == "<module>" else f"{place} in {frame.function}"
 
 
 def _doing(frames: Sequence[StackFrame], own: int | None) -> tuple[str, bool]:
@@ -176,18 +174,20 @@ def _doing(frames: Sequence[StackFrame], own: int | None) -> tuple[str, bool]:
     collective = ""
     for frame in frames[:own]:
         if _DISTRIBUTED in frame.file:
-            if frame.function in WAITS_FOR_OTHERS:
-                collective = (
-                    frame.function
-                )  # the outermost counts: all_gather_object, not all_gather
+            if (
+                frame.function in WAITS_FOR_OTHERS
+            ):  # the outermost: all_gather_object, not all_gather
+                collective = frame.function
         elif collective:
             break
-        elif name := _stack_known(frame):
-            return name, False
+        else:
+            name = _torch_operation(frame)
+            if name:
+                return name, False
     return collective, bool(collective)
 
 
-def _stack_known(frame: StackFrame) -> str:
+def _torch_operation(frame: StackFrame) -> str:
     """Return the common name of a torch function, if it has one."""
     file, name = frame.file, frame.function
     if name == "__next__" and _DATA_LOADER in file:
@@ -201,7 +201,7 @@ def _stack_known(frame: StackFrame) -> str:
     return ""
 
 
-def _stack_phase(frame: StackFrame) -> str:
+def _phase_of(frame: StackFrame) -> str:
     """Return the phase of a training step that a frame belongs to."""
     file, name = frame.file, frame.function
     if name == "save" and file.endswith(_CHECKPOINTER):
