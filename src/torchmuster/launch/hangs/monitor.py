@@ -197,21 +197,24 @@ class HangMonitor:
     def _keep(self, examination: _StackDump, sign: protocol.Evidence) -> None:
         # The name comes from another host: only known names become files.
         endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
-        if ending := endings.get(sign.name):
-            with contextlib.suppress(OSError):  # a full disk must not stop the run
-                text = redact_text(sign.text) if ending == evidence.STACKS else sign.text
-                path = examination.folder / f"rank-{sign.rank}{ending}"
-                path.write_text(text, encoding="utf-8")
+        ending = endings.get(sign.name)
+        if ending is None:
+            return
+        text = redact_text(sign.text) if ending == evidence.STACKS else sign.text
+        path = examination.folder / f"rank-{sign.rank}{ending}"
+        with contextlib.suppress(OSError):  # a full disk must not stop the run
+            path.write_text(text, encoding="utf-8")
 
 
 def devices_of(nodes: Sequence[ConnectedHost]) -> dict[int, str]:
     """Return the device of each rank that has its own."""
-    found, first = {}, 0
+    devices: dict[int, str] = {}
+    first = 0
     for node in nodes:
         prepared = node.prepared
         if prepared is None:
             continue
         if node.has_gpus and len(prepared.devices) == prepared.ranks:
-            found.update({first + place: name for place, name in enumerate(prepared.devices)})
+            devices.update(enumerate(prepared.devices, start=first))
         first += prepared.ranks
-    return found
+    return devices

@@ -38,4 +38,7 @@ def host_of(run: RunFolder, rank: int) -> HostLogs | None:
         hosts = untrusted.read_typed(run.logs / "hosts.json", _decode)
     except (OSError, untrusted.Unreadable):
         return None
-    return next((one for one in hosts if 0 <= rank - one.first_rank < one.ranks), None)
+    for host in hosts:
+        if 0 <= rank - host.first_rank < host.ranks:
+            return host
+    return None

@@ -24,7 +24,7 @@ class ScriptMetrics:
 
         A full disk must not stop the run: lines that cannot be written are lost.
         """
-        texts: dict[str, list[str]] = {}
+        texts: dict[str, str] = {}
         for line in lines:
             file, step = line.get("file"), line.get("step")
             if file not in _FILES or not isinstance(step, int):
@@ -32,22 +32,25 @@ class ScriptMetrics:
             if attempt > self._attempt and file == "steps":
                 self._attempt = attempt
                 self._cut_off_from(step)
-            kept = {k: v for k, v in line.items() if k != "file" and len(k) <= _LONGEST_NAME}
-            texts.setdefault(file, []).append(json.dumps(kept) + "\n")
+            content = {}
+            for name, value in line.items():
+                if name != "file" and len(name) <= _LONGEST_NAME:
+                    content[name] = value
+            texts[file] = texts.get(file, "") + json.dumps(content) + "\n"
         with contextlib.suppress(OSError):
             self._folder.mkdir(exist_ok=True)
-            for file, parts in texts.items():
+            for file, text in texts.items():
                 with (self._folder / f"{file}.jsonl").open("a", encoding="utf-8") as stream:
-                    stream.write("".join(parts))
+                    stream.write(text)
 
     def _cut_off_from(self, step: int) -> None:
         for file in ("steps", "evaluations"):
             path = self._folder / f"{file}.jsonl"
             with contextlib.suppress(OSError):
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                kept = [line for line in lines if _step_in(line) < step]
-                if len(kept) < len(lines):
-                    write_atomically(path, "".join(kept))
+                earlier = [line for line in lines if _step_in(line) < step]
+                if len(earlier) < len(lines):
+                    write_atomically(path, "".join(earlier))
 
 
 def _step_in(line: str) -> int:

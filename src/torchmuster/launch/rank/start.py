@@ -108,10 +108,10 @@ def _chain(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
     following: list[BaseException | None] = [error]
     while following:
-        one = following.pop()
-        if one is not None and one not in chain:
-            chain.append(one)
-            following += [one.__cause__, one.__context__]
+        cause = following.pop()
+        if cause is not None and cause not in chain:
+            chain.append(cause)
+            following += [cause.__cause__, cause.__context__]
     return chain
 
 
@@ -182,29 +182,38 @@ def _without_this_file(trace: types.TracebackType | None) -> types.TracebackType
 
 
 def _describe(error: BaseException) -> dict[str, object]:
-    if isinstance(error, SystemExit):
-        summary, trace = f"the script exited with: {error.code}", ""
-        own = error.__context__  # sys.exit(str(error)) in an except
-        said = own if own is not None and str(own) == error.code else error
-        parts: dict[str, object] = {**_prepare_rank(said)}
-        if isinstance(error.code, int):
-            parts["exit_code"] = error.code
+    if not isinstance(error, SystemExit):
+        return {
+            "error": "".join(traceback.format_exception_only(error)).strip()[-4000:],
+            "traceback": "".join(traceback.format_exception(error))[-16000:],
+            **_what_why_fix(error),
+        }
+    record: dict[str, object] = {
+        "error": f"the script exited with: {error.code}",
+        "traceback": "",
+    }
+    handled = error.__context__
+    if handled is not None and str(handled) == error.code:  # sys.exit(str(error)) in an except
+        record |= _what_why_fix(handled)
     else:
-        summary = "".join(traceback.format_exception_only(error)).strip()[-4000:]
-        trace = "".join(traceback.format_exception(error))[-16000:]
-        parts = {**_prepare_rank(error)}
-    return {"error": summary, "traceback": trace, **parts}
+        record |= _what_why_fix(error)
+    if isinstance(error.code, int):
+        record["exit_code"] = error.code
+    return record
 
 
-def _prepare_rank(error: BaseException) -> dict[str, str]:
+def _what_why_fix(error: BaseException) -> dict[str, str]:
     """Return what, why and fix of an error that has them.
 
     That is a ``MusterError``; it is recognized by its attributes, as only the standard library is imported.
     """
-    parts = {name: getattr(error, name, None) for name in ("what", "why", "fix")}
-    if all(isinstance(part, str) for part in parts.values()) and parts["what"]:
-        return {name: str(part)[:4000] for name, part in parts.items()}
-    return {}
+    texts = {}
+    for name in ("what", "why", "fix"):
+        text = getattr(error, name, None)
+        if not isinstance(text, str):
+            return {}
+        texts[name] = text[:4000]
+    return texts if texts["what"] else {}
 
 
 def write_record(path: Path, content: dict[str, object]) -> None:
