@@ -20,11 +20,40 @@ _EACH_CHANGE = (
     "a clock that is a minute behind",
     "a GPU has fallen off the bus",
 )
-
-
-@pytest.mark.parametrize(
-    "fault", nightly_except(_EACH_CHANGE, {fault.name: fault for fault in ALL})
+# One of each family of faults runs every night; all of them when the table is written.
+_EACH_NIGHT = (
+    *_EACH_CHANGE,
+    "the first host's firewall drops the rendezvous port",
+    "only ssh and the rendezvous port are open on the first host",
+    "one host has no route to another",
+    "large packets are lost on the path",
+    "a link of 20 Mbit/s",
+    "GLOO_SOCKET_IFNAME names no interface",
+    "the ssh key is refused",
+    "no ssh server",
+    "a host's cable is disconnected",
+    "a firewall drops the ssh port",
+    "the hostname resolves to 127.0.1.1",
+    "a name server that does not answer",
+    "another program uses the default rendezvous port",
+    "/dev/shm with a container's default size",
+    "a low limit of open files",
+    "the disk for runs is full",
+    "another version of torch",
+    "another script on one host",
+    "an NVLink is down",
+    "one value in a million that a host sends is wrong",
+    "a device is five times slower than the others",
+    "a rank never reaches the first all-reduce",
 )
+_CASES = {
+    fault.name: fault
+    for fault in ALL
+    if fault.name in _EACH_NIGHT or "CATALOGUE_RECORDS" in os.environ
+}
+
+
+@pytest.mark.parametrize("fault", nightly_except(_EACH_CHANGE, _CASES))
 def test_named_and_mended(fault: Catalogued, make_lab: MakeLab) -> None:
     lab = make_lab(fault.hosts)
     with ExitStack() as made:
