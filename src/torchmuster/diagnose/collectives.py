@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from torchmuster.diagnose import wrong_values
 from torchmuster.diagnose.blame import Blamed, blame
 from torchmuster.diagnose.rank_record import RankRecord
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 _SLOW_DEVICE = 0.6  # of the median of the others of its model
@@ -133,18 +134,18 @@ def _slow_pairs(records: Sequence[RankRecord]) -> Iterator[Finding]:
         }
         for names, pairs in _by_common_end(slow, kind, by_rank):
             median = statistics.median(kind.values())
-            yield Finding(
-                name="slow-pair",
-                status=Status.WARNING,
-                what=f"data between {names} moves at {min(slow[pair] for pair in pairs) / 1e6:,.0f} "
-                f"MB/s, between others at {median / 1e6:,.0f} MB/s",
-                why="a ring is as fast as its slowest link",
-                fix="check what connects them: cable, switch port, interface, PCIe slot",
-                evidence=", ".join(
-                    f"ranks {low} and {high}: {slow[low, high] / 1e6:,.0f} MB/s"
-                    for low, high in pairs[:_SLOW_SHOWN]
-                ),
+            yield finding(
+                "slow-pair",
                 hosts=_hosts_of(by_rank[rank] for pair in pairs for rank in pair),
+                names=names,
+                pairs=min(slow[pair] for pair in pairs) / 1000000.0,
+                median=median / 1000000.0,
+                evidence=", ".join(
+                    (
+                        f"ranks {low} and {high}: {slow[low, high] / 1000000.0:,.0f} MB/s"
+                        for low, high in pairs[:_SLOW_SHOWN]
+                    )
+                ),
             )
 
 
@@ -193,14 +194,14 @@ def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
     late_s = others - waits[last]
     if late_s > _LATE_S:
         record = next(record for record in records if record.rank == last)
-        yield Finding(
-            name="late-rank",
-            status=Status.WARNING,
-            what=f"{record.where} finishes the same work {late_s:.1f} s later than the others",
-            why="in a distributed run all ranks wait for the slowest, at every step",
-            fix=f"check for other processes on {record.host}\ntop",
-            evidence=f"the others wait {others:.2f} s for this rank, which waits {waits[last]:.2f} s",
+        yield finding(
+            "late-rank",
             hosts=(record.host,),
+            where=record.where,
+            late_s=late_s,
+            host=record.host,
+            others=others,
+            waits=waits[last],
         )
 
 
@@ -254,14 +255,11 @@ def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
     if missing:
         verb = "does" if len(missing) == 1 else "do"
         what = f"{shown} {verb} not take part in {_STAGES.get(stage, stage)}: all other ranks wait"
-    yield Finding(
-        name="collective-hangs",
-        status=Status.FAILURE,
+    yield finding(
+        "collective-hangs",
+        hosts=tuple(hosts),
         what=what,
-        why="a collective completes only when every rank has joined it; training would hang in the "
-        "same way, until its timeout",
-        fix=f"check the state of the processes on {', '.join(hosts)}: stopped (T), waiting for a "
-        "disk (D)?\nps -eo pid,stat,pcpu,wchan:24,args --sort=-pcpu"
+        fix_detail=f"check the state of the processes on {', '.join(hosts)}: stopped (T), waiting for a disk (D)?\nps -eo pid,stat,pcpu,wchan:24,args --sort=-pcpu"
         if hosts
         else "check the links between the hosts: muster check names the blocked ones",
         evidence=", ".join(
@@ -269,7 +267,6 @@ def _hangs(records: Sequence[RankRecord]) -> Iterator[Finding]:
             for record in waiting[:_SHOWN]
             if record.trouble
         ),
-        hosts=tuple(hosts),
     )
 
 
@@ -279,19 +276,17 @@ def _errors(records: Sequence[RankRecord]) -> Iterator[Finding]:
         return
     first = failed[0]
     assert first.trouble is not None
-    yield Finding(
-        name="collective-fails",
-        status=Status.FAILURE,
-        what=f"{first.where} failed in {_STAGES.get(first.trouble.stage, first.trouble.stage)}: "
-        f"{first.trouble.text}",
-        why="training would fail in the same way",
-        fix="muster doctor --explain 'ERROR TEXT'",
+    yield finding(
+        "collective-fails",
+        hosts=(first.host,),
+        where=first.where,
+        stages=_STAGES.get(first.trouble.stage, first.trouble.stage),
+        text=first.trouble.text,
         evidence="\n".join(
             f"rank {record.rank} on {record.host}: {record.trouble.text}"
             for record in failed[:_SHOWN]
             if record.trouble
         ),
-        hosts=(first.host,),
     )
 
 
@@ -300,12 +295,12 @@ def _backend(records: Sequence[RankRecord]) -> Iterator[Finding]:
     if not with_gpu:
         return
     without = [record for record in records if not record.accelerator and record.backend]
-    yield Finding(
-        name="gloo-beside-gpus",
-        status=Status.WARNING,
-        what=f"{len(with_gpu)} of {len(records)} ranks have a GPU, but all use gloo instead of NCCL",
-        why=f"{with_gpu[0].backend_reason}. Gloo copies all data through host memory",
-        fix=f"give every rank its own GPU, including on {', '.join(sorted({o.host for o in without}))}"
+    yield finding(
+        "gloo-beside-gpus",
+        with_gpu=len(with_gpu),
+        records=len(records),
+        backend_reason=with_gpu[0].backend_reason,
+        fix_detail=f"give every rank its own GPU, including on {', '.join(sorted({o.host for o in without}))}"
         if without
         else "give every rank its own GPU and use a torch build with NCCL",
     )

@@ -10,8 +10,9 @@ import msgspec
 
 from torchmuster.diagnose.probe_client import HOST_PROBE, ProbeClient
 from torchmuster.diagnose.rank_record import RankRecord, records_from
+from torchmuster.diagnose.texts import finding
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding, Status, from_error
+from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.attempt import Attempt
@@ -169,12 +170,10 @@ def _hangs(nodes: Sequence[ConnectedHost], records: Sequence[RankRecord]) -> Fin
     world = sum(node.prepared.ranks for node in nodes if node.prepared)
     ended = {record.rank for record in records if record.ended}
     silent = [f"rank {rank}" for rank in range(world) if rank not in ended]
-    return Finding(
-        name="probe-hangs",
-        status=Status.FAILURE,
-        what=f"the collectives hang: {name_several(silent)} did not finish within {DEADLINE_S:.0f} "
-        "s",
-        why="a rank that waits in a collective for another one waits forever",
+    return finding(
+        "probe-hangs",
+        silent=name_several(silent),
+        deadline_s=DEADLINE_S,
         evidence="\n".join(
             f"rank {record.rank} reached stage {record.stage}" for record in records
         ),

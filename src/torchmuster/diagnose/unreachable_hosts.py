@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from torchmuster.diagnose.connection import problem_of
 from torchmuster.diagnose.links.model import Interface
 from torchmuster.diagnose.links.serve import interfaces_here
-from torchmuster.finding import Finding, Status
+from torchmuster.diagnose.texts import finding
+from torchmuster.finding import Finding
 from torchmuster.launch.network import firewall
 from torchmuster.launch.network import interfaces as network
 
@@ -245,15 +246,8 @@ def _leads_here(host: str, target: SshTarget, trouble: Finding) -> Finding:
     if target.renamed or network.is_local(bare, look_up=lambda _: ()):
         return trouble
     address = target.addresses[0]
-    return Finding(
-        name="name-leads-here",
-        status=Status.FAILURE,
-        what=f"the name {bare} resolves to {address}, an address of this host itself",
-        why=f"ssh to {bare} connects to {here}",
-        fix=f"correct the entry of {bare}; find where its address comes from:\n"
-        f"getent hosts {bare}\ngrep -n {bare} /etc/hosts\n"
-        f"if you mean this host, use {here} instead of {bare}",
-        evidence=trouble.evidence,
+    return finding(
+        "name-leads-here", bare=bare, address=address, here=here, evidence=trouble.evidence
     )
 
 

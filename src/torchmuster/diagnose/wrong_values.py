@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchmuster.diagnose.blame import blame
 from torchmuster.diagnose.rank_record import RankRecord, Values
-from torchmuster.finding import Finding, Status
+from torchmuster.diagnose.texts import finding
+from torchmuster.finding import Finding
 
 # Pairs of the rank that received a wrong value and the rank that sent it.
 Seen = set[tuple[int, int]]
@@ -78,15 +79,14 @@ def _spoilers(records: Sequence[RankRecord]) -> list[tuple[int, ...]]:
 
 def _wrong_device(record: RankRecord) -> Finding:
     values = _matmul_values(record)
-    return Finding(
-        name="wrong-device",
-        status=Status.FAILURE,
-        what=f"{record.where} computes wrong results: {_count(values)} in its matrix products",
-        why="the test multiplies small integers, so results must be exact; a device that gets "
-        "them wrong also corrupts training, usually without an error",
-        fix=_leave_out(record),
-        evidence=f"{record.device_name}: {_first(values)}",
+    return finding(
+        "wrong-device",
         hosts=(record.host,),
+        where=record.where,
+        values=_count(values),
+        fix=_leave_out(record),
+        device_name=record.device_name,
+        first_value=_first(values),
     )
 
 
@@ -109,18 +109,21 @@ def _wrong_values(
         fix = f"export {_VARIABLES}\nor {fix}"
     elif second is not None:
         why += f". {_second_try(second)}"
-    return Finding(
-        name="wrong-values",
-        status=Status.FAILURE,
-        what=f"{_name(guilty)} {'corrupts' if alone else 'corrupt'} values{between} "
-        f"in {', '.join(seen)}",
+    return finding(
+        "wrong-values",
+        hosts=tuple(dict.fromkeys(record.host for record in guilty)),
+        guilty=_name(guilty),
+        text="corrupts" if alone else "corrupt",
+        between=between,
+        seen=", ".join(seen),
         why=why,
         fix=fix,
         evidence="\n".join(
-            f"{name}: {_count(values)} over all ranks; {_first(values)}"
-            for name, values in seen.items()
+            (
+                f"{name}: {_count(values)} over all ranks; {_first(values)}"
+                for name, values in seen.items()
+            )
         ),
-        hosts=tuple(dict.fromkeys(record.host for record in guilty)),
     )
 
 
@@ -156,14 +159,14 @@ def _p2p_wrong(
             why += f". {_second_try(second)}"
         fix = _leave_out(guilty[0])
     exchange = "exchanges with others" if len(guilty) == 1 else "send to each other"
-    return Finding(
-        name="p2p-wrong",
-        status=Status.FAILURE,
-        what=f"wrong values arrive when {_name(guilty)} {exchange}",
+    return finding(
+        "p2p-wrong",
+        hosts=tuple(dict.fromkeys(record.host for record in guilty)),
+        guilty=_name(guilty),
+        exchange=exchange,
         why=why,
         fix=fix,
         evidence="\n".join(lines[:6]),
-        hosts=tuple(dict.fromkeys(record.host for record in guilty)),
     )
 
 

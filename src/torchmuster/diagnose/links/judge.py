@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torchmuster.diagnose.blame import Blamed, blame
 from torchmuster.diagnose.links.call import STALLED_S
 from torchmuster.diagnose.links.model import End, Link, Problem, by_places
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status, worst_first
 from torchmuster.launch.network import firewall, reach
 from torchmuster.units import name_several
@@ -150,15 +151,8 @@ def _not_tried_findings(links: Sequence[Link]) -> list[Finding]:
             names[link.source.name] = None
     if not names:
         return []
-    finding = Finding(
-        name="links-not-tried",
-        status=Status.WARNING,
-        what=f"{name_several(list(names))} did not report on connections to the others",
-        why="the host did not answer in time, or its probe program exited",
-        fix="muster check  # run it again",
-        hosts=tuple(names),
-    )
-    return [finding]
+    not_tried = finding("links-not-tried", hosts=tuple(names), names=name_several(list(names)))
+    return [not_tried]
 
 
 # ---- links that do not connect
@@ -222,28 +216,31 @@ def _meeting_blocked(group: LinkGroup, problem: Problem) -> Finding:
     port = target.meeting_port
     assert port is not None
     _, short, why = _CAUSES[problem]
-    return Finding(
-        name="meeting-port-blocked",
-        status=Status.FAILURE,
-        what=f"{_not_reached(group)} on the rendezvous port {port}, only on others: {short}",
-        why=f"{why}. The ranks could not rendezvous",
+    return finding(
+        "meeting-port-blocked",
+        hosts=(target.name,),
+        group=_not_reached(group),
+        port=port,
+        short=short,
+        why=why,
         fix=_open_ports(target, group.links, [port]),
         evidence=_evidence(group.links, port),
-        hosts=(target.name,),
     )
 
 
 def _data_blocked(group: LinkGroup, problem: Problem, both_ways: bool) -> Finding:
     target = group.links[0].target
     _, short, why = _CAUSES[problem]
-    return Finding(
-        name="data-ports-blocked",
+    return finding(
+        "data-ports-blocked",
         status=_status(group, both_ways),
-        what=f"{_not_reached(group)} except on the rendezvous port {target.meeting_port}: {short}",
-        why=f"{why}. Ranks connect on ephemeral ports; an open rendezvous port is not enough",
+        hosts=(target.name,),
+        group=_not_reached(group),
+        meeting_port=target.meeting_port,
+        short=short,
+        why=why,
         fix=_open_ports(target, group.links, [target.given_out_ports]),
         evidence=_evidence(group.links),
-        hosts=(target.name,),
     )
 
 

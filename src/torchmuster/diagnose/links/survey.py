@@ -33,8 +33,9 @@ from torchmuster.diagnose.links.model import (
     read_message,
 )
 from torchmuster.diagnose.rounds import Pair, disjoint
+from torchmuster.diagnose.texts import finding
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding, Status, from_error
+from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import USUAL_PORT, Limits
 
@@ -138,20 +139,16 @@ def _about(host: LinkProbe, *findings: Finding) -> tuple[Finding, ...]:
 def _meeting_findings(name: str, request: Serve, served: Served) -> Iterator[Finding]:
     trouble = served.meeting_trouble
     if trouble is not None:
-        yield Finding(
-            name="meeting-port-taken",
-            status=Status.FAILURE,
-            what=f"{name}: {trouble.what}",
-            why=trouble.why,
-            fix=trouble.fix,
+        yield finding(
+            "meeting-port-taken", host=name, what=trouble.what, why=trouble.why, fix=trouble.fix
         )
     elif request.meeting and request.port is None and served.meeting_port != USUAL_PORT:
-        yield Finding(
-            name="meeting-port-taken",
-            status=Status.NOTE,
-            what=f"{name}: port {USUAL_PORT} is in use; Muster uses {served.meeting_port} instead",
-            why=f"{served.meeting_reason}. torchrun itself would hang without a message",
-            fix=f"find the process that uses it, on {name}:\nss -ltnp 'sport = :{USUAL_PORT}'",
+        yield finding(
+            "meeting-port-taken:next",
+            host=name,
+            usual_port=USUAL_PORT,
+            meeting_port=served.meeting_port,
+            meeting_reason=served.meeting_reason,
         )
 
 
@@ -174,13 +171,7 @@ def _not_connected(name: str, served: Served) -> Finding:
             state = f"{where} is down"
             fix = f"bring it up, on {name}:\nsudo ip link set dev {interface.name} up"
         break
-    return Finding(
-        name="link-down",
-        status=Status.FAILURE,
-        what=f"{name} is not connected: {state}",
-        why="no interface that works has an address that other hosts can reach",
-        fix=fix,
-    )
+    return finding("link-down", subject=name, state=state, fix=fix)
 
 
 async def _close(host: LinkProbe, nonce: str) -> None:

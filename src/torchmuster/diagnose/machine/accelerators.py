@@ -8,6 +8,7 @@ from torchmuster.devices.model import Device, DeviceKind, Node, label_all
 from torchmuster.devices.readers import nvml_health
 from torchmuster.devices.readers.nvml_health import NvmlHealth, Recovery
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 # GPU modules that are always connected by NVLink; PCIe GPUs need a bridge for it.
@@ -53,13 +54,7 @@ def words(node: Node) -> str:
 def _prohibited(node: Node) -> Iterator[Finding]:
     for device in node.accelerators:
         if device.compute_prohibited:
-            yield Finding(
-                name="gpu-compute-prohibited",
-                status=Status.FAILURE,
-                what=f"{device.label} does not allow compute programs",
-                why="its compute mode is set to prohibited",
-                fix=f"sudo nvidia-smi -i {device.index} -c DEFAULT",
-            )
+            yield finding("gpu-compute-prohibited", label=device.label, index=device.index)
 
 
 def _slowed(node: Node) -> Iterator[Finding]:
@@ -68,14 +63,11 @@ def _slowed(node: Node) -> Iterator[Finding]:
         heat = any("heat" in cause for cause in device.throttled_by)
         forced = {"hardware slow-down", "power brake"} & set(device.throttled_by)
         if forced and not heat:
-            yield Finding(
-                name="gpu-slowed",
-                status=Status.WARNING,
-                what=f"{device.label} is slowed down by its hardware: {', '.join(sorted(forced))}",
-                why="the power supply or the board limits its power; in a distributed run every "
-                "other GPU waits for it",
-                fix=f"nvidia-smi -q -d PERFORMANCE,POWER -i {device.index}  # then check power cables "
-                "and supplies",
+            yield finding(
+                "gpu-slowed",
+                label=device.label,
+                forced=", ".join(sorted(forced)),
+                index=device.index,
             )
 
 
@@ -118,14 +110,12 @@ def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
             evidence=f"nvidia-smi -q -d ROW_REMAPPER -i {device.index}",
         )
     if health.recovery is not Recovery.NONE:
-        yield Finding(
-            name="gpu-needs-recovery",
-            status=Status.FAILURE,
-            what=f"{device.label}: the driver asks for {_RECOVERY[health.recovery]}",
-            why="the GPU had an error that it cannot correct while programs use it; new programs "
-            "fail or compute wrong values",
+        yield finding(
+            "gpu-needs-recovery",
+            label=device.label,
+            recovery=_RECOVERY[health.recovery],
             fix=_RECOVERY_FIX[health.recovery].format(index=device.index),
-            evidence=f"nvidia-smi -q -i {device.index} | grep -i 'recovery action'",
+            index=device.index,
         )
     yield from _pcie(device, health)
 
@@ -139,14 +129,14 @@ def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
     narrow = awake and width is not None and widest is not None and width < widest
     slow = busy and speed is not None and fastest is not None and speed < fastest
     if narrow or slow:
-        yield Finding(
-            name="pcie-degraded",
-            status=Status.WARNING,
-            what=f"{device.label} runs at PCIe {speed} x{width} instead of {fastest} x{widest}",
-            why="copies to and from it, and to other GPUs without NVLink, are slower by the same "
-            "factor",
-            fix="reseat the GPU or its riser, and check the slot's setting in the BIOS",
-            evidence=f"nvidia-smi -q -i {device.index} | grep -A 12 'GPU Link Info'",
+        yield finding(
+            "pcie-degraded",
+            label=device.label,
+            speed=speed,
+            width=width,
+            fastest=fastest,
+            widest=widest,
+            index=device.index,
         )
 
 
@@ -159,24 +149,11 @@ def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterat
         board = bool(_ALWAYS_LINKED.search(name)) and len(alike) > 1
         down = [device for device in alike if up[device.uuid] < most and (board or up[device.uuid])]
         for item in down:
-            yield Finding(
-                name="nvlink-down",
-                status=Status.WARNING,
-                what=f"{item.label} has {up[item.uuid]} of {most} NVLinks up",
-                why="other GPUs of this model have all links up; traffic through this one takes a "
-                "slower path, and collectives are as slow as their slowest link",
-                fix=f"nvidia-smi nvlink --status -i {item.index}  # shows the links that are down\n"
-                f"sudo nvidia-smi -r -i {item.index}  # when nothing runs on it; else reboot",
+            yield finding(
+                "nvlink-down", label=item.label, up=up[item.uuid], most=most, index=item.index
             )
         if board and most == 0 and any(health[device.uuid].nvlinks for device in alike):
-            yield Finding(
-                name="nvlink-all-down",
-                status=Status.WARNING,
-                what=f"no NVLink is up between {label_all(alike)}",
-                why="these GPUs are connected by NVSwitch, which the fabric manager has to "
-                "initialize; without it CUDA may fail with “system not yet initialized”",
-                fix="sudo systemctl restart nvidia-fabricmanager",
-            )
+            yield finding("nvlink-all-down", alike=label_all(alike))
 
 
 CHECKS = (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
@@ -25,13 +26,12 @@ def linux(surroundings: Surroundings) -> Iterator[Finding]:
     if manager is None:
         yield Finding(name="firewall", status=Status.OK, what="neither ufw nor firewalld is active")
         return
-    yield Finding(
-        name="firewall-on",
-        status=Status.NOTE,
-        what=f"a firewall is active: {manager}",
-        why=f"a run over several hosts needs port {USUAL_PORT} (rendezvous) and ephemeral ports "
-        "(between ranks); muster check tests them",
-        fix=f"{_SHOW[manager]}  # shows what it allows\n{_opened('linux', USUAL_PORT)}",
+    yield finding(
+        "firewall-on",
+        manager=manager,
+        usual_port=USUAL_PORT,
+        show=_SHOW[manager],
+        command=_opened("linux", USUAL_PORT),
     )
 
 
@@ -70,14 +70,12 @@ def windows(surroundings: Surroundings) -> Iterator[Finding]:
         yield Finding(name="firewall", status=Status.OK, what="off, or its state is not readable")
         return
     profile = re.search(r"^(\w+) Profile Settings", output, re.MULTILINE)
-    yield Finding(
-        name="firewall-on",
-        status=Status.NOTE,
-        what="Windows firewall is active" + (f" ({profile[1].lower()} network)" if profile else ""),
-        why=f"it blocks port {USUAL_PORT} and the ports of ranks unless a rule allows them",
-        fix="# in PowerShell as administrator:\n"
-        f"{_opened('win32', USUAL_PORT)}\n{_opened('win32', _WINDOWS_RANKS_PORTS)}",
-        evidence="netsh advfirewall show currentprofile",
+    yield finding(
+        "firewall-on:windows",
+        network=f" ({profile[1].lower()} network)" if profile else "",
+        usual_port=USUAL_PORT,
+        rendezvous=_opened("win32", USUAL_PORT),
+        ranks=_opened("win32", _WINDOWS_RANKS_PORTS),
     )
 
 
@@ -87,14 +85,8 @@ def macos(surroundings: Surroundings) -> Iterator[Finding]:
     if "enabled" not in output:
         yield Finding(name="firewall", status=Status.OK, what="off, or its state is not readable")
         return
-    yield Finding(
-        name="firewall-on",
-        status=Status.NOTE,
-        what="the macOS firewall is active",
-        why="macOS shows a dialog before Python may accept connections; without an answer it "
-        "blocks",
-        fix=open_command("darwin", USUAL_PORT),
-        evidence=output.strip(),
+    yield finding(
+        "firewall-on:macos", fix=open_command("darwin", USUAL_PORT), evidence=output.strip()
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torchmuster.devices.readers.sysfs import read_integer, read_names, read_text
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 _PORTS = "/sys/class/infiniband"
@@ -83,14 +84,7 @@ def _inactive(ports: list[Port]) -> Iterator[Finding]:
     if len(down) == len(ports):
         status, why = Status.WARNING, "NCCL falls back to sockets, which are many times slower"
     states = ", ".join(f"{port.name} ({port.state.lower() or 'unknown'})" for port in down)
-    yield Finding(
-        name="infiniband-down",
-        status=status,
-        what=f"InfiniBand ports that are not active: {states}",
-        why=why,
-        fix="ibstat  # “Physical state: LinkUp” but not active: the subnet manager is missing\n"
-        "sudo systemctl start opensm  # on one host of the fabric",
-    )
+    yield finding("infiniband-down", status=status, states=states, why=why)
 
 
 def _flapping(ports: list[Port], surroundings: Surroundings) -> Iterator[Finding]:
@@ -98,14 +92,13 @@ def _flapping(ports: list[Port], surroundings: Surroundings) -> Iterator[Finding
     for port in ports:
         downed = port.link_downed or 0
         if downed / days > _LINK_DOWNED_PER_DAY:
-            yield Finding(
-                name="infiniband-link-flaps",
-                status=Status.WARNING,
-                what=f"{port.name} lost its link {downed:,} times since the host started",
-                why="while the link is down, collectives stall, and NCCL may end the run with an "
-                "error",
-                fix=f"reseat or replace the cable of {port.adapter}; then try another switch port",
-                evidence=f"{_PORTS}/{port.adapter}/ports/{port.number}/counters/link_downed",
+            yield finding(
+                "infiniband-link-flaps",
+                port=port.name,
+                downed=downed,
+                adapter=port.adapter,
+                ports=_PORTS,
+                number=port.number,
             )
 
 
@@ -114,14 +107,14 @@ def _errors(ports: list[Port], surroundings: Surroundings) -> Iterator[Finding]:
     for port in ports:
         errors = port.symbol_errors or 0
         if errors / hours > _SYMBOL_ERRORS_PER_HOUR:
-            yield Finding(
-                name="infiniband-symbol-errors",
-                status=Status.WARNING,
-                what=f"{port.name} has {errors:,} symbol errors since the host started",
-                why="bits change on the cable; the adapter sends the packets again, which slows "
-                f"every collective. A healthy cable has at most {_SYMBOL_ERRORS_PER_HOUR} per hour",
-                fix=f"clean or replace the cable of {port.adapter}",
-                evidence=f"{_PORTS}/{port.adapter}/ports/{port.number}/counters/symbol_error",
+            yield finding(
+                "infiniband-symbol-errors",
+                port=port.name,
+                errors=errors,
+                symbol_errors_per_hour=_SYMBOL_ERRORS_PER_HOUR,
+                adapter=port.adapter,
+                ports=_PORTS,
+                number=port.number,
             )
 
 

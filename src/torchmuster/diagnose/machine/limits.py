@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.cpu import cgroup_folders
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.units import GiB, format_bytes
 
@@ -81,15 +82,12 @@ def _open_files(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
     elif within <= _USUAL_FILES:  # only root can raise the hard limit
         raising = raising.partition("\n")[2]
     low = limit.soft < _USUAL_FILES
-    yield Finding(
-        name="open-files-low",
+    yield finding(
+        "open-files-low",
         status=Status.WARNING if low else Status.NOTE,
-        what=f"a process may have only {limit.soft:,} files open",
-        why="DataLoader workers pass each tensor as an open file and fail with “Too many open "
-        "files”; each connection to another rank needs one too",
-        fix=raising,
-        evidence=f"/proc/self/limits: Max open files {limit.soft} (hard limit "
-        f"{_message(limit.hard)})",
+        soft=limit.soft,
+        raising=raising,
+        hard=_message(limit.hard),
     )
 
 
@@ -102,14 +100,12 @@ def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> 
     ]
     if not cards or limit is None or limit.soft is None or limit.soft >= _LOCKED_BYTES:
         return
-    yield Finding(
-        name="locked-memory-low",
-        status=Status.WARNING,
-        what=f"only {format_bytes(limit.soft)} of memory may be locked, and this host has RDMA",
-        why="NCCL and UCX pin the buffers that the network adapter reads; they fail with "
-        "“ibv_reg_mr failed: Cannot allocate memory” or fall back to slow sockets",
+    yield finding(
+        "locked-memory-low",
+        soft=format_bytes(limit.soft),
         fix=_raising("l", "memlock", "unlimited", "-1", "LimitMEMLOCK=infinity"),
-        evidence=f"/proc/self/limits: Max locked memory {limit.soft}; /dev/infiniband/{cards[0]}",
+        limit_soft=limit.soft,
+        cards=cards[0],
     )
 
 
@@ -123,14 +119,11 @@ def _processes(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iter
     used = _threads_of(user[1], surroundings)
     if limit.soft - used >= _FEW_PROCESSES:
         return
-    yield Finding(
-        name="processes-few",
-        status=Status.WARNING,
-        what=f"your limit is {limit.soft:,} processes and threads, and {used:,} are in use",
-        why="each rank starts dozens of threads; it fails with “Resource temporarily unavailable” "
-        "or “can't start new thread”",
+    yield finding(
+        "processes-few",
+        soft=limit.soft,
+        used=used,
         fix=_raising("u", "nproc", "65536", "65536", "LimitNPROC=65536"),
-        evidence=f"/proc/self/limits: Max processes {limit.soft}",
     )
 
 
@@ -152,44 +145,16 @@ def _pids(surroundings: Surroundings) -> Iterator[Finding]:
         )
         if most is None or most - (used or 0) >= _FEW_PROCESSES:
             continue
-        yield Finding(
-            name="pids-few",
-            status=Status.WARNING,
-            what=f"the limit of this cgroup is {most:,} processes and threads, and {used or 0:,} "
-            "are in use",
-            why="each rank starts dozens of threads; it fails with “Resource temporarily "
-            "unavailable” or “can't start new thread”",
-            fix="docker run --pids-limit=-1 …\n"
-            "TasksMax=infinity  # in the [Service] section of a systemd unit\n"
-            "podPidsLimit: -1  # in the kubelet's configuration",
-            evidence=f"pids.max {most}, pids.current {used}",
-        )
+        yield finding("pids-few", most=most, used=used or 0)
         return
 
 
 def _sizes(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
     space, file = limits.get("Max address space"), limits.get("Max file size")
     if space and space.soft is not None:
-        yield Finding(
-            name="address-space-limited",
-            status=Status.WARNING,
-            what=f"a process may use only {format_bytes(space.soft)} of address space",
-            why="CUDA reserves address space for all GPU and host memory, and torch maps its "
-            "libraries; they fail with “out of memory” although there is enough",
-            fix="ulimit -v unlimited\n"
-            "grep -r 'as ' /etc/security/limits.conf /etc/security/limits.d  # shows where it is "
-            "set",
-            evidence=f"/proc/self/limits: Max address space {space.soft}",
-        )
+        yield finding("address-space-limited", soft=format_bytes(space.soft), bytes=space.soft)
     if file and file.soft is not None:
-        yield Finding(
-            name="file-size-limited",
-            status=Status.WARNING,
-            what=f"a process may write files of at most {format_bytes(file.soft)}",
-            why="a larger checkpoint kills the rank with “File size limit exceeded” (SIGXFSZ)",
-            fix="ulimit -f unlimited",
-            evidence=f"/proc/self/limits: Max file size {file.soft}",
-        )
+        yield finding("file-size-limited", soft=format_bytes(file.soft), bytes=file.soft)
 
 
 CHECKS = (

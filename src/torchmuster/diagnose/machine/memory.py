@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.cpu import cgroup_folders, reclaimable_bytes
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.units import GiB, KiB, MiB, format_bytes
 
@@ -72,34 +73,25 @@ def _limit(room: _Room, whole: _Room) -> Iterator[Finding]:
     if not room.limited_by or room.total_bytes > whole.total_bytes / 2:
         return
     small = room.total_bytes < _SMALL_LIMIT_BYTES
-    yield Finding(
-        name="memory-limit",
+    yield finding(
+        "memory-limit",
         status=Status.WARNING if small else Status.NOTE,
-        what=f"only {format_bytes(room.total_bytes)} of the host's "
-        f"{format_bytes(whole.total_bytes)} of memory can be used",
-        why="a cgroup (container, Slurm job, systemd unit) sets the limit; the kernel kills a "
-        "process that exceeds it, without a message (exit code 137)"
-        + ("; one rank alone needs about 0.5 GiB before it loads a model" if small else ""),
-        fix="docker run --memory=32g …\n"
-        "resources: {limits: {memory: 32Gi}}  # Kubernetes, in the container\n"
-        "#SBATCH --mem=32G  # Slurm",
-        evidence=f"{room.limited_by}: {room.total_bytes}",
+        total_bytes=format_bytes(room.total_bytes),
+        host_bytes=format_bytes(whole.total_bytes),
+        why_detail="; one rank alone needs about 0.5 GiB before it loads a model" if small else "",
+        limited_by=room.limited_by,
+        room_total_bytes=room.total_bytes,
     )
 
 
 def _nearly_full(room: _Room) -> Iterator[Finding]:
     if room.free_bytes >= max(_RANK_BYTES, room.total_bytes // 100):
         return
-    yield Finding(
-        name="memory-full",
-        status=Status.WARNING,
-        what=f"memory is nearly full: {format_bytes(room.free_bytes)} of "
-        f"{format_bytes(room.total_bytes)} are free",
-        why="each rank needs about 0.5 GiB before it loads a model; the kernel kills processes "
-        "when memory runs out",
-        fix="ps -eo pid,user,rss,args --sort=-rss | head  # the largest processes; stop unneeded "
-        "ones",
-        evidence=f"{room.limited_by or '/proc/meminfo'}",
+    yield finding(
+        "memory-full",
+        free_bytes=format_bytes(room.free_bytes),
+        total_bytes=format_bytes(room.total_bytes),
+        limited_by=room.limited_by or "/proc/meminfo",
     )
 
 

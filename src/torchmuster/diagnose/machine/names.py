@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces as network
 
@@ -154,47 +155,37 @@ def _hosts_without(name: str) -> str:
 
 
 def _slow_own(name: str, answer: _Answer) -> Finding:
-    return Finding(
-        name="name-lookup-slow",
-        status=Status.WARNING,
-        what=f"resolving this host's hostname, {name}, is slow: {answer.how_long()}",
-        why="a name server does not answer; gloo, torchrun and ssh resolve names in every process",
-        fix=f"{_hosts_line(name)}\ncat /etc/resolv.conf  # and remove servers that do not answer",
+    return finding(
+        "name-lookup-slow",
+        hostname=name,
+        how_long=answer.how_long(),
+        hosts_line=_hosts_line(name),
     )
 
 
 def _unresolvable(name: str) -> Finding:
-    return Finding(
-        name="name-unresolvable",
-        status=Status.WARNING,
-        what=f"this host cannot resolve its own hostname, {name}",
-        why="Muster works without it; torchrun fails with “Temporary failure in name resolution” "
-        "or “Name or service not known”, and gloo uses loopback",
-        fix=_hosts_line(name),
-    )
+    return finding("name-unresolvable", hostname=name, fix=_hosts_line(name))
 
 
 def _loopback(name: str, addresses: Sequence[str], listed: Sequence[str]) -> Finding:
-    return Finding(
-        name="name-is-loopback",
-        status=Status.NOTE,
-        what=f"the hostname {name} resolves to {', '.join(addresses)}, a loopback address",
-        why="Muster is not affected, as it selects an address itself; plain torchrun over several "
-        f"hosts hangs or fails with “Connection refused, remote=[{addresses[0]}]”",
+    return finding(
+        "name-is-loopback",
+        hostname=name,
+        addresses=", ".join(addresses),
+        address=addresses[0],
         fix=_right_hosts(name, listed),
         evidence=_source(name, listed),
     )
 
 
 def _elsewhere(name: str, found: Sequence[str], own: set[str], listed: Sequence[str]) -> Finding:
-    return Finding(
-        name="name-leads-elsewhere",
-        status=Status.WARNING,
-        what=f"the hostname {name} resolves to {', '.join(found)}, not an address of this host",
-        why="Muster is not affected, as it selects an address itself; torchrun and gloo announce "
-        "that address, and the other hosts connect to the wrong host or to none",
+    return finding(
+        "name-leads-elsewhere",
+        hostname=name,
+        found=", ".join(found),
         fix=_right_hosts(name, listed),
-        evidence=f"{_source(name, listed)}; addresses here: {', '.join(sorted(own))}",
+        source=_source(name, listed),
+        addresses=", ".join(sorted(own)),
     )
 
 
@@ -203,27 +194,15 @@ def _localhost(answer: _Answer) -> Iterator[Finding]:
         return
     only_six = "::1" in answer.addresses
     stands = ", ".join(answer.addresses) or "nothing"
-    yield Finding(
-        name="localhost-wrong",
-        status=Status.NOTE if only_six else Status.FAILURE,
-        what=f"localhost resolves to {stands}, not 127.0.0.1",
-        why="programs that connect to localhost (MASTER_ADDR, torchrun --standalone) do not find "
-        "each other",
-        fix="echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts",
+    yield finding(
+        "localhost-wrong", status=Status.NOTE if only_six else Status.FAILURE, stands=stands
     )
 
 
 def _slow_reverse(address: str, answer: _Answer, surroundings: Surroundings) -> Finding:
     servers = ", ".join(_servers(surroundings)) or "none"
-    return Finding(
-        name="reverse-lookup-slow",
-        status=Status.WARNING,
-        what=f"reverse lookup of {address} is slow: {answer.how_long()}",
-        why="torch looks up the name of each rank that connects to its store, one after the other; "
-        "a server that does not answer costs about 10 s each time",
-        fix=f"echo '{address} NAME' | sudo tee -a /etc/hosts  # one line per host, on every host\n"
-        "sudoedit /etc/resolv.conf  # or configure a server that answers",
-        evidence=f"/etc/resolv.conf: nameserver {servers}",
+    return finding(
+        "reverse-lookup-slow", address=address, how_long=answer.how_long(), servers=servers
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torchmuster.devices.readers import sysfs
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces as network
 from torchmuster.launch.network.interfaces import Interface
@@ -70,13 +71,7 @@ def _card(name: str, address: str, surroundings: Surroundings) -> _Card:
 
 def _none(usable: Sequence[object]) -> Iterator[Finding]:
     if not usable:
-        yield Finding(
-            name="no-network",
-            status=Status.NOTE,
-            what="this host has no address that other hosts can reach",
-            why="single-host runs work; runs over several hosts do not",
-            fix="ip -br address  # lists the interfaces; then bring one up",
-        )
+        yield finding("no-network")
 
 
 def _unplugged(
@@ -93,41 +88,30 @@ def _unplugged(
             and sysfs.read_integer(folder / "carrier") == 0
             and _is_wired(interface.name, surroundings)
         ):
-            yield Finding(
-                name="no-carrier",
+            yield finding(
+                "no-carrier",
                 status=Status.NOTE if others_work else Status.WARNING,
-                what=f"{interface.name} ({addresses[0]}) is up but has no carrier",
-                why="Muster skips it; torchrun may choose it and then time out",
-                fix="connect the cable, or disable the interface:\n"
-                f"sudo ip link set {interface.name} down",
-                evidence=f"{_FOLDER}/{interface.name}/carrier: 0",
+                interface=interface.name,
+                addresses=addresses[0],
+                folder=_FOLDER,
             )
 
 
 def _judge(card: _Card) -> Iterator[Finding]:
     half = card.duplex == "half"
     if half or (card.speed_mbits is not None and card.speed_mbits <= _SLOW_MBITS):
-        yield Finding(
-            name="link-slow",
-            status=Status.WARNING,
-            what=f"{card.name} runs at {card.speed_mbits or 'an unknown number of'} Mbit/s"
-            + (", half duplex" if half else ""),
-            why="a gigabit link falls back to this speed when a cable or port is bad; each step "
-            "waits for the gradients to cross it",
-            fix=f"sudo ethtool {card.name}  # what both ends offer; then try another cable or port",
-            evidence=f"{_FOLDER}/{card.name}: speed {card.speed_mbits}, duplex {card.duplex}",
+        yield finding(
+            "link-slow",
+            card=card.name,
+            speed_mbits=card.speed_mbits or "an unknown number of",
+            what_detail=", half duplex" if half else "",
+            folder=_FOLDER,
+            card_speed_mbits=card.speed_mbits,
+            duplex=card.duplex,
         )
     if card.errors > _MANY_ERRORS and card.errors > _ERROR_SHARE * card.packets:
-        yield Finding(
-            name="link-errors",
-            status=Status.WARNING,
-            what=f"{card.name} reports {card.errors:,} damaged or lost packets out of "
-            f"{card.packets:,}",
-            why="each lost packet delays a collective by 200 ms or more; a cable, port or "
-            "transceiver is bad",
-            fix=f"sudo ethtool -S {card.name} | grep -E 'err|drop|crc' | grep -v ': 0$'  # run "
-            "twice: if a counter grows, replace the cable",
-            evidence=f"{_FOLDER}/{card.name}/statistics",
+        yield finding(
+            "link-errors", card=card.name, errors=card.errors, packets=card.packets, folder=_FOLDER
         )
 
 
@@ -149,15 +133,13 @@ def _ports(surroundings: Surroundings) -> Iterator[Finding]:
     first, last = int(words[0]), int(words[1])
     count = last - first + 1
     if count < _FEW_PORTS:
-        yield Finding(
-            name="ports-few",
-            # A range of 100 is a common firewall setup, and enough for a few ranks.
+        yield finding(
+            "ports-few",
             status=Status.WARNING if count < _VERY_FEW_PORTS else Status.NOTE,
-            what=f"there are only {count} ephemeral ports, {first} to {last}",
-            why="each rank listens on one and each connection uses one; when none is left, "
-            "connecting fails with “Cannot assign requested address”",
-            fix='sudo sysctl net.ipv4.ip_local_port_range="32768 60999"',
-            evidence=file,
+            count=count,
+            first=first,
+            last=last,
+            file=file,
         )
 
 

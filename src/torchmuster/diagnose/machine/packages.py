@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.machine.installed import build_of_label, installed_packages, release
 from torchmuster.diagnose.machine.torch_build import read_build
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 # Packages with code that is compiled against one release of torch.
@@ -73,14 +74,14 @@ def _companions(packages: _Packages, pip: str) -> Iterator[Finding]:
         else:
             continue
         version = torch.version.partition("+")[0]  # pip does not find local labels (+cu126)
-        yield Finding(
-            name="torch-companion-mismatch",
-            status=Status.WARNING,
-            what=f"{name} {package.version} does not match torch {torch.version}",
-            why=f"{why}; importing it fails, often with “operator {name}::… does not exist” or "
-            "“undefined symbol”",
-            fix=f"{pip} install --force-reinstall {name} torch=={version}  # from the index of this "
-            "torch",
+        yield finding(
+            "torch-companion-mismatch",
+            subject=name,
+            version=package.version,
+            torch_version=torch.version,
+            why=why,
+            pip=pip,
+            torch_release=version,
         )
 
 
@@ -94,20 +95,14 @@ def _cuda_libraries(packages: _Packages, pip: str) -> Iterator[Finding]:
         if not name.startswith("nvidia-"):
             continue
         if package is None:
-            yield Finding(
-                name="cuda-libraries-missing",
-                status=Status.FAILURE,
-                what=f"a CUDA library of torch is not installed: {name}",
-                why="importing torch fails with “cannot open shared object file”",
-                fix=fix,
-            )
+            yield finding("cuda-libraries-missing", subject=name, fix=fix)
         elif package.version != pin:
-            yield Finding(
-                name="cuda-library-version",
-                # A newer NCCL has the same interface, and is a common workaround.
+            yield finding(
+                "cuda-library-version",
                 status=Status.NOTE if name.startswith("nvidia-nccl") else Status.WARNING,
-                what=f"{name} is {package.version}, but torch was built with {pin}",
-                why="another version may lack functions that torch calls, or compute differently",
+                subject=name,
+                version=package.version,
+                pin=pin,
                 fix=fix,
             )
 
@@ -118,14 +113,7 @@ def _nccl(packages: _Packages, cuda: str, pip: str) -> Iterator[Finding]:
     if len(wheels) > 1:
         own = f"nvidia-nccl-cu{cuda.partition('.')[0]}"
         others = " ".join(name for name in wheels if name != own)
-        yield Finding(
-            name="two-nccl",
-            status=Status.WARNING,
-            what=f"NCCL is installed more than once: {', '.join(wheels)}",
-            why="their libraries overwrite or shadow each other, so torch may load one that it was "
-            "not built with",
-            fix=f"{pip} uninstall -y {others}\n{pip} install --force-reinstall --no-deps {own}",
-        )
+        yield finding("two-nccl", wheels=", ".join(wheels), pip=pip, others=others, own=own)
 
 
 def _numpy(packages: _Packages, pip: str) -> Iterator[Finding]:
@@ -138,13 +126,13 @@ def _numpy(packages: _Packages, pip: str) -> Iterator[Finding]:
             old.append(name)
     if old:
         names = ", ".join(f"{name} {packages[name].version}" for name in old)
-        yield Finding(
-            name="numpy-abi",
+        yield finding(
+            "numpy-abi",
             status=Status.FAILURE if "torch" in old else Status.WARNING,
-            what=f"NumPy {numpy.version} is incompatible with {names}, compiled for NumPy 1",
-            why="“A module that was compiled using NumPy 1.x cannot be run in NumPy 2”",
-            fix=f'{pip} install "numpy<2"\n'
-            f"or upgrade the packages: {pip} install --upgrade {' '.join(old)}",
+            version=numpy.version,
+            names=names,
+            pip=pip,
+            old=" ".join(old),
         )
 
 
@@ -155,15 +143,7 @@ def check_libuv(surroundings: Surroundings) -> Iterator[Finding]:
         return
     library = build.folder / "lib" / "uv.dll"
     if not library.exists():
-        yield Finding(
-            name="torch-without-libuv",
-            status=Status.WARNING,
-            what=f"torch {build.version} is built without libuv",
-            why="torchrun fails with “use_libuv was requested but PyTorch was build without libuv "
-            "support”",
-            fix='$env:USE_LIBUV = "0"  # in PowerShell; in cmd.exe: set USE_LIBUV=0',
-            evidence=f"{library} does not exist",
-        )
+        yield finding("torch-without-libuv", version=build.version, library=library)
 
 
 CHECKS = (

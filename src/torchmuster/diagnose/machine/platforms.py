@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.finding import Finding, Status
+from torchmuster.diagnose.texts import finding
+from torchmuster.finding import Finding
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network.firewall import open_command
 
@@ -22,13 +23,12 @@ def wsl(surroundings: Surroundings) -> Iterator[Finding]:
     mode = (surroundings.output(["wslinfo", "--networking-mode"]) or "").strip().lower()
     if "microsoft" not in kernel.lower() or mode == "mirrored":
         return
-    yield Finding(
-        name="wsl2-nat",
-        status=Status.NOTE,
-        what="this is WSL 2 with NAT networking: other hosts cannot reach it",
-        why="Windows hides it behind its own address (NAT); single-host runs work",
-        fix=_WSL_FIX + open_command("win32", USUAL_PORT),
-        evidence=f"wslinfo --networking-mode: {mode or 'unknown'}; {kernel.strip()}",
+    yield finding(
+        "wsl2-nat",
+        wsl_fix=_WSL_FIX,
+        fix=open_command("win32", USUAL_PORT),
+        mode=mode or "unknown",
+        kernel=kernel.strip(),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.job import USUAL_PORT
 from torchmuster.launch.network import interfaces as network
@@ -47,27 +48,13 @@ def check_ports(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _taken(port: int, holder: str, surroundings: Surroundings, *, asked_for: bool) -> Finding:
     if asked_for and _meets_here(surroundings):
-        return Finding(
-            name="master-port-taken",
-            status=Status.WARNING,
-            what=f"port {port} (MASTER_PORT) is in use",
-            why=f"{holder} holds it; rank 0 fails with “address already in use” and the others "
-            "hang",
-            fix="unset MASTER_PORT  # Muster and torchrun then choose a free port",
-            evidence=f"MASTER_PORT={port}",
-        )
+        return finding("master-port-taken", port=port, holder=holder)
     uses = (
         "Muster uses the next free port; torchrun with this rendezvous port hangs"
         if port == USUAL_PORT
         else "torchrun and scripts that use it by default fail with “address already in use”"
     )
-    return Finding(
-        name="port-taken",
-        status=Status.NOTE,
-        what=f"port {port} is in use by {holder}",
-        why=uses,
-        fix=f"torchrun --master-port {port + 1} …  # or --rdzv-endpoint with another port",
-    )
+    return finding("port-taken", port=port, holder=holder, uses=uses, next_port=port + 1)
 
 
 def _meets_here(surroundings: Surroundings) -> bool:

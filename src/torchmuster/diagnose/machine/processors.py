@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from torchmuster.devices.readers import sysfs
 from torchmuster.devices.readers.cpu import CpuLimit, cgroup_folders, usable_cores
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 _CPUS = "/sys/devices/system/cpu"
@@ -47,15 +48,12 @@ def _quota(limit: CpuLimit) -> Iterator[Finding]:
     if limit.quota is None:
         return
     less_than_one = limit.quota.cores < 1
-    yield Finding(
-        name="cpu-quota",
+    yield finding(
+        "cpu-quota",
         status=Status.WARNING if less_than_one else Status.NOTE,
-        what=f"a CPU quota limits this process to {round(limit.quota.cores, 2)} cores",
-        why=f"{limit.reason}; torch counts all cores of the host, and the kernel pauses threads beyond "
-        "the quota in mid-step, which delays every other rank",
-        fix=f"export OMP_NUM_THREADS={limit.value}  # for one rank; divide it among several\n"
-        "docker run --cpus=8 …  # or a larger quota\n"
-        "resources: {limits: {cpu: 8}}  # Kubernetes, in the container",
+        cores=round(limit.quota.cores, 2),
+        reason=limit.reason,
+        value=limit.value,
         evidence=limit.quota.file,
     )
 
@@ -63,14 +61,7 @@ def _quota(limit: CpuLimit) -> Iterator[Finding]:
 def _one_core(limit: CpuLimit) -> Iterator[Finding]:
     if limit.allowed > 1 or limit.machine == 1:
         return
-    yield Finding(
-        name="cpu-affinity",
-        status=Status.WARNING,
-        what=f"this process can use one core of {limit.machine}",
-        why=f"{limit.reason}; all ranks, their threads and DataLoader workers would share it",
-        fix="#SBATCH --cpus-per-task=8  # Slurm's default is one core per task\n"
-        "taskset -cp 0-$(($(nproc --all) - 1)) $$  # if the shell was bound by taskset",
-    )
+    yield finding("cpu-affinity", machine=limit.machine, reason=limit.reason)
 
 
 def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
@@ -80,16 +71,11 @@ def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
         )
         periods, throttled = int(counts.get("nr_periods", 0)), int(counts.get("nr_throttled", 0))
         if periods >= _ENOUGH_PERIODS and throttled / periods >= _THROTTLED_SHARE:
-            yield Finding(
-                name="cpu-throttled",
-                status=Status.WARNING,
-                what=f"the CPU quota throttled this cgroup in {throttled / periods:.0%} of its "
-                "periods",
-                why="a throttled rank delays all others; it needs more cores than the quota allows",
-                fix="docker run --cpus=8 …\n"
-                "resources: {limits: {cpu: 8}}  # Kubernetes, in the container\n"
-                "export OMP_NUM_THREADS=1  # or fewer threads per rank",
-                evidence=f"cpu.stat: nr_periods {periods}, nr_throttled {throttled}",
+            yield finding(
+                "cpu-throttled",
+                share=throttled / periods,
+                periods=periods,
+                throttled=throttled,
             )
             return
 

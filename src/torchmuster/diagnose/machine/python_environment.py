@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.machine import installed
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 _MODULES = ("torch", "numpy")
@@ -36,13 +37,8 @@ def _beside(module: str, surroundings: Surroundings) -> Iterator[Finding]:
     fix = f"mv {shlex.quote(str(mine))} {shlex.quote(str(moved))}"
     if (mine / "csrc").is_dir():
         fix = "cd ..  # this is the source of torch itself; work in another folder"
-    yield Finding(
-        name="module-shadowed",
-        status=Status.FAILURE,
-        what=f"{mine} shadows {module}",
-        why=f"“import {module}” in a script in {surroundings.folder} imports this one, because "
-        "Python searches the script's folder first",
-        fix=fix,
+    yield finding(
+        "module-shadowed:script", mine=mine, module=module, folder=surroundings.folder, fix=fix
     )
 
 
@@ -69,12 +65,15 @@ def _twice(module: str, surroundings: Surroundings) -> Iterator[Finding]:
     else:
         why = "its folder comes first in Python's search path"
         fix = f"{surroundings.python} -m pip uninstall {module}  # repeat until one is left"
-    yield Finding(
-        name="module-twice",
+    yield finding(
+        "module-twice",
         status=status,
-        what=f"{module} is installed twice: {versions[0]} in {taken.parent} is imported, "
-        f"{versions[1]} in {other.parent} is not",
-        why=f"{why}; packages built for the other copy import this one",
+        module=module,
+        versions=versions[0],
+        parent=taken.parent,
+        other_version=versions[1],
+        other_folder=other.parent,
+        why=why,
         fix=fix,
     )
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from torchmuster.diagnose.check import Check, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.units import MiB, format_bytes
 
@@ -35,36 +36,26 @@ def check_shared_memory(surroundings: Surroundings) -> Iterator[Finding]:
 def _findings(total: int, free: int, seen: str) -> Iterator[Finding]:
     small = total <= _CONTAINER_DEFAULT_BYTES
     if small:
-        yield Finding(
-            name="shared-memory-small",
-            status=Status.WARNING,
-            what=f"{FOLDER} has only {format_bytes(total)}",
-            why="this is the default of a container. One batch of 64 images takes 37 MiB, and "
-            "each DataLoader worker holds two. Workers and NCCL fail with “Bus error” or “unable "
-            "to allocate shared memory”",
-            fix=_LARGER,
-            evidence=seen,
+        yield finding(
+            "shared-memory-small",
+            folder=FOLDER,
+            total=format_bytes(total),
+            larger=_LARGER,
+            seen=seen,
         )
     if free < (_BARELY_ANY_BYTES if small else _CONTAINER_DEFAULT_BYTES):
-        yield Finding(
-            name="shared-memory-full",
+        yield finding(
+            "shared-memory-full",
             status=Status.FAILURE if free < _BARELY_ANY_BYTES else Status.WARNING,
-            what=f"{FOLDER} is full: {format_bytes(free)} of {format_bytes(total)} are free",
-            why="DataLoader workers and NCCL allocate buffers in it and fail with “Bus error” or "
-            "“No space left on device”",
-            fix=f"ls -lS {FOLDER} | head  # the largest files and their owners",
-            evidence=seen,
+            folder=FOLDER,
+            free=format_bytes(free),
+            total=format_bytes(total),
+            seen=seen,
         )
 
 
 def _missing() -> Finding:
-    return Finding(
-        name="shared-memory-missing",
-        status=Status.FAILURE,
-        what=f"{FOLDER} does not exist",
-        why="DataLoader workers, gloo and NCCL exchange data through it and cannot start",
-        fix=f"sudo mkdir -p {FOLDER} && sudo mount -t tmpfs -o size=50%,mode=1777 tmpfs {FOLDER}",
-    )
+    return finding("shared-memory-missing", folder=FOLDER)
 
 
 CHECKS = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.diagnose.check import Check, Cost, Surroundings
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.units import GiB, MiB, format_bytes
 
@@ -70,13 +71,14 @@ def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
     else:
         how = f"takes {speed.sync_s * 1000:.0f} ms to fsync a small file"
         why = "the ranks wait that long for each checkpoint file and each log record"
-    yield Finding(
-        name="disk-slow",
-        status=Status.WARNING,
-        what=f"the disk of {folder} {how}",
+    yield finding(
+        "disk-slow",
+        folder=folder,
+        how=how,
         why=why,
-        fix="use a folder on a local disk for runs:\nmuster run --runs /scratch/runs …",
-        evidence=f"{seen}; best of {_TRIES} tries with {format_bytes(_WRITTEN_BYTES)}",
+        seen=seen,
+        tries=_TRIES,
+        written_bytes=format_bytes(_WRITTEN_BYTES),
     )
 
 

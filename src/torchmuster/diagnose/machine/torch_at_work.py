@@ -15,6 +15,7 @@ from torchmuster.devices.model import DeviceKind
 from torchmuster.diagnose.check import LOOK_WITHIN_S, Check, Cost, DevicesSilent, Surroundings
 from torchmuster.diagnose.machine import installed
 from torchmuster.diagnose.rank_record import MARK
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.known_errors.explain import explain_text
 from torchmuster.redaction import redact_text
@@ -159,16 +160,7 @@ def judge_trial(
 def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
     doing = _DOING.get(trial.last_begun, trial.last_begun)
     if trial.code is None:
-        yield Finding(
-            name="torch-hangs",
-            status=Status.FAILURE,
-            what=f"torch hangs while {doing}: no progress within {trial.seconds:.0f} s",
-            why="a disk or a driver that it needs does not respond; a run would hang in the same "
-            "place",
-            fix="df -h; sudo dmesg | tail -20  # df hangs if a network disk is dead, dmesg shows "
-            "driver errors",
-            evidence=trial.complaint,
-        )
+        yield finding("torch-hangs", doing=doing, seconds=trial.seconds, evidence=trial.complaint)
     if not trial.code:
         return
     end = f"exit code {trial.code}"
@@ -196,23 +188,13 @@ def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
 def _group(trial: Trial) -> Iterator[Finding]:
     for record in trial.of("group"):
         if record.get("error"):
-            yield Finding(
-                name="gloo-fails",
-                status=Status.FAILURE,
-                what="torch cannot create a gloo process group of one rank on this host",
-                why=str(record["error"]),
-                fix="muster doctor --only names network-interfaces variables",
-            )
+            yield finding("gloo-fails", why=str(record["error"]))
 
 
 def _gpus_seen(record: Mapping[str, Any], gpus: bool) -> Iterator[Finding]:
     if gpus and record.get("gpu_build") and not record.get("devices"):
-        yield Finding(
-            name="gpus-not-usable",
-            status=Status.FAILURE,
-            what="torch is built for the GPUs of this host, but finds none",
-            why=str(record.get("gpu_error") or "the driver reports no GPU"),
-            fix="muster doctor --only accelerators torch variables",
+        yield finding(
+            "gpus-not-usable", why=str(record.get("gpu_error") or "the driver reports no GPU")
         )
 
 
@@ -233,14 +215,11 @@ def _device(record: Mapping[str, Any]) -> Iterator[Finding]:
             else "",
         )
     elif record["wrong"]:
-        yield Finding(
-            name="device-computes-wrongly",
-            status=Status.FAILURE,
-            what=f"{name} computes wrong values: {record['wrong']:,} of {record['compared']:,} values",
-            why="the test multiplies integers, so only one result is correct; training on this device "
-            "gives wrong results without an error",
-            fix=f"exclude {name} from runs and replace it; if it is overclocked, use standard "
-            "clocks",
+        yield finding(
+            "device-computes-wrongly",
+            subject=name,
+            wrong=record["wrong"],
+            compared=record["compared"],
         )
 
 
@@ -255,14 +234,13 @@ def _slow(records: Sequence[Mapping[str, Any]], busy: Collection[int]) -> Iterat
         for record in alike:
             if record["gflops"] >= _SLOW * median:
                 continue
-            yield Finding(
-                name="device-slow",
-                status=Status.WARNING,
-                what=f"{record['name']} reaches {record['gflops'] / median:.0%} of the speed of "
-                "other GPUs of its model on this host",
-                why="in a distributed run every other GPU waits for it",
-                fix=f"nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE -i {record['index']}",
-                evidence=f"{record['gflops']:.0f} GFLOP/s, the others {median:.0f}",
+            yield finding(
+                "device-slow",
+                device=record["name"],
+                share=record["gflops"] / median,
+                index=record["index"],
+                gflops=record["gflops"],
+                median=median,
             )
 
 

@@ -17,6 +17,7 @@ from torchmuster.devices.model import Device, DeviceKind, Node, label_all
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.machine import installed
 from torchmuster.diagnose.machine.installed import release
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.fingerprint import LEAST_TORCH, torch_too_old
 from torchmuster.units import format_bytes
@@ -146,44 +147,32 @@ def read_build(surroundings: Surroundings) -> Build | None:
 def _whole(surroundings: Surroundings) -> Iterator[Finding]:
     folder = installed.torch_folder(surroundings)
     if folder is None:
-        yield Finding(
-            name="torch-missing",
-            status=Status.FAILURE,
-            what="torch is not installed",
-            why=f"{surroundings.python} does not find it",
-            fix=f"{surroundings.python} -m pip install torch",
-        )
+        yield finding("torch-missing", python=surroundings.python)
         return
     if folder.is_file():
         moved = folder.with_name(f"my_{folder.name}")
-        yield Finding(
-            name="module-shadowed",
-            status=Status.FAILURE,
-            what=f"{folder} shadows torch",
-            why="it is a file of that name, and Python searches there first",
-            fix=f"mv {shlex.quote(str(folder))} {shlex.quote(str(moved))}",
+        yield finding(
+            "module-shadowed",
+            folder=folder,
+            quoted=shlex.quote(str(folder)),
+            moved=shlex.quote(str(moved)),
         )
         return
     build = read_build(surroundings)
     troubles = list(_damage(folder, surroundings))
     if troubles or build is None:
-        yield Finding(
-            name="torch-broken",
-            status=Status.FAILURE,
-            what=f"the torch in {folder} cannot be imported",
+        yield finding(
+            "torch-broken",
+            folder=folder,
             why=(troubles or ["it has no readable version.py, so the installation is incomplete"])[
                 0
             ],
-            fix=f"{surroundings.python} -m pip install --force-reinstall torch",
+            python=surroundings.python,
             evidence="\n".join(troubles[1:5]),
         )
     elif torch_too_old(build.version):
-        yield Finding(
-            name="torch-too-old",
-            status=Status.FAILURE,
-            what=f"{build.words} is older than {LEAST_TORCH}",
-            why="torchmuster uses APIs that older versions of torch do not have",
-            fix=f"{surroundings.python} -m pip install 'torch>={LEAST_TORCH}'",
+        yield finding(
+            "torch-too-old", words=build.words, least_torch=LEAST_TORCH, python=surroundings.python
         )
     else:
         yield Finding(name="torch-installed", status=Status.OK, what=build.words)
@@ -248,15 +237,16 @@ def _judge(
         made_for = f"is built for {build.kinds[0]}" if build.kinds else "is built for CPUs only"
         limit = f" (up to CUDA {node.cuda_version})" if node.cuda_version else ""
         wanted = f"a build for {_VENDORS[kind]}{limit if kind is DeviceKind.CUDA else ''}"
-        yield Finding(
-            name="torch-build-without-gpu",
+        yield finding(
+            "torch-build-without-gpu",
             status=_STATUS[kind],
-            what=f"torch {build.version} cannot use the {_VENDORS[kind]} GPUs of this host",
-            why=f"it {made_for}; {label_all(devices)} would stay idle, and a script that requests "
-            "them fails",
-            fix=f"{surroundings.python} -m pip uninstall -y torch\n"
-            + _other_build(wanted, kind, build, surroundings),
-            evidence=f"{build.folder / 'version.py'}: {build.version}",
+            version=build.version,
+            vendors=_VENDORS[kind],
+            made_for=made_for,
+            devices=label_all(devices),
+            python=surroundings.python,
+            fix=_other_build(wanted, kind, build, surroundings),
+            folder=build.folder / "version.py",
         )
     elif kind is DeviceKind.CUDA and build.cuda:
         yield from _driver(build.cuda, node, surroundings)
@@ -284,22 +274,20 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
     serves = f", which supports CUDA up to {node.cuda_version}" if node.cuda_version else ""
     if not enough:
         older = f"{node.cuda_version or 'the version of the driver'}"
-        yield Finding(
-            name="driver-too-old",
-            status=Status.FAILURE,
-            what=f"the NVIDIA driver {node.driver_version} is too old for this torch",
-            why=f"torch is built for CUDA {cuda} and needs driver {least} or newer; this host "
-            f"has {node.driver_version}{serves}",
-            fix=f"install the NVIDIA driver {least} or newer and reboot\n"
-            f"or install a torch build for CUDA {older} or older",
+        yield finding(
+            "driver-too-old",
+            driver_version=node.driver_version,
+            cuda=cuda,
+            least=least,
+            serves=serves,
+            older=older,
         )
     elif node.cuda_version and release(node.cuda_version) < release(cuda)[:2]:
-        yield Finding(
-            name="driver-older-than-torch",
-            status=Status.NOTE,
-            what=f"the NVIDIA driver {node.driver_version} is older than the CUDA {cuda} of this torch",
-            why=f"it supports CUDA up to {node.cuda_version}; that works within a major version, "
-            "except for PTX code compiled at run time",
+        yield finding(
+            "driver-older-than-torch",
+            driver_version=node.driver_version,
+            cuda=cuda,
+            cuda_version=node.cuda_version,
         )
 
 
@@ -309,14 +297,7 @@ def _too_old_or_new(cuda: str, devices: Sequence[Device], *, arm_wheel: bool) ->
             continue
         why = why_no_code_for(device.compute_capability, cuda, arm_wheel=arm_wheel)
         if why:
-            yield Finding(
-                name="gpu-not-in-build",
-                status=Status.FAILURE,
-                what=f"this torch has no code for {device.label} ({device.name})",
-                why=f"{why}; kernels on it fail with “no kernel image is available for execution”",
-                fix=f"install a torch build for this GPU, or exclude {device.label}: "
-                "muster gpus pick --gpu-ids …",
-            )
+            yield finding("gpu-not-in-build", label=device.label, device=device.name, why=why)
 
 
 CHECKS = (

@@ -9,6 +9,7 @@ from torchmuster.devices.visibility import STAGES, visible
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.machine import infiniband
 from torchmuster.diagnose.machine.ports import run_is_active
+from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces
 from torchmuster.redaction import redact_text
@@ -148,12 +149,12 @@ def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
         value = environment.get(harm.variable)
         if value is not None and harm.applies(value, node, surroundings):
             found.append(
-                Finding(
-                    name="harmful-variable",
+                finding(
+                    "harmful-variable",
                     status=harm.status,
-                    what=f"{harm.variable}={value} is set",
+                    variable=harm.variable,
+                    value=value,
                     why=harm.why,
-                    fix=f"unset {harm.variable}",
                 )
             )
     yield from found
@@ -177,12 +178,11 @@ def _devices(surroundings: Surroundings) -> Iterator[Finding]:
         hiding = next(iter(shown.hidden_by.values()), "the environment")
         variable, _, value = hiding.partition("=")
         found.append(
-            Finding(
-                name="gpus-hidden",
+            finding(
+                "gpus-hidden",
                 status=Status.WARNING if value == '""' else Status.NOTE,
-                what=f"{hiding} hides every GPU of this host",
-                why="programs started here run on the CPU or fail",
-                fix=f"unset {variable}",
+                hiding=hiding,
+                variable=variable,
             )
         )
     yield from found
@@ -263,13 +263,11 @@ def _left_over(surroundings: Surroundings) -> Iterator[Finding]:
         words = "set by the current run" if left else "none from another run"
         yield Finding(name="left-over-variables", status=Status.OK, what=words)
         return
-    yield Finding(
-        name="left-over-variables",
-        status=Status.WARNING,
-        what=f"this shell has variables of another run: {', '.join(left)}",
-        why="a script started here without a launcher acts as a rank of that run and waits for the "
-        "others" + ("; PET_ variables override the flags of torchrun" if settings else ""),
-        fix=f"unset {' '.join(left)}",
+    yield finding(
+        "left-over-variables",
+        left=", ".join(left),
+        why_detail="; PET_ variables override the flags of torchrun" if settings else "",
+        names=" ".join(left),
         evidence=", ".join(f"{name}={redact_text(environment[name])}" for name in left),
     )
 
