@@ -25,19 +25,19 @@ from peak_memory.table import as_table
 from peak_memory.truth import STEADY, Truth
 
 from torchmuster.plan import estimate
-from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.proof.real_ranks import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
 
 # Only its kind matters here: tensors of ranks on a CPU need no caching allocator.
-_LINK = Link(latency_s=1e-4, bytes_s=1e9)
+_LINK = 1e9
 _HERE = Hardware(
     card=Gpu(name="CPU", kind="cpu", memory_bytes=2**34, flops={}, bandwidth_bytes_s=1e10),
     machines=1,
     cards_per_machine=4,
-    within=_LINK,
-    between=_LINK,
+    within_bytes_s=_LINK,
+    between_bytes_s=_LINK,
 )
 
 
@@ -67,11 +67,6 @@ def predict(case: Case, tracer: Tracer, folder: Path) -> dict[str, Any]:
     if isinstance(first, TraceRefused) or len(records) < len(rest):
         refused = next(one for one in (first, *rest) if isinstance(one, TraceRefused))
         return {"refused": f"{refused.what}; {refused.why}"}
-    records += [
-        one
-        for one in tracer.records(estimate.further_requests(records))
-        if isinstance(one, TraceRecord)
-    ]
     planned = estimate.predict_memory(records, candidate, hardware=_HERE)
     return {
         "traced_bytes": first.peak_bytes,

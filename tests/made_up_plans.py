@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchmuster.decision import Decision
-from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.record import Cost, Part, Peak, Shape, TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest
@@ -20,8 +20,8 @@ CARD = Gpu(
     bandwidth_bytes_s=3e12,
     source="made up",
 )
-FAST = Link(latency_s=1e-6, bytes_s=400e9, source="made up")
-SLOW = Link(latency_s=1e-5, bytes_s=25e9, source="made up")
+FAST = 400e9
+SLOW = 25e9
 # Activations that stay, and flops of a step in forwards, by recompute mode.
 _STAYS = {"none": 1.0, "selective": 0.5, "full": 0.1}
 _FORWARDS = {"none": 3.0, "selective": 3.1, "full": 4.0}
@@ -33,8 +33,8 @@ def hardware(*, machines: int = 1, cards: int = 8, memory_gib: float = 80) -> Ha
         card=replace(CARD, memory_bytes=int(memory_gib * GiB)),
         machines=machines,
         cards_per_machine=cards,
-        within=FAST,
-        between=SLOW,
+        within_bytes_s=FAST,
+        between_bytes_s=SLOW,
         host_memory_bytes=1024 * GiB,
     )
 
@@ -64,7 +64,7 @@ class MadeUpModel:
     blocks: int = 32
     traced: list[TraceRequest] = field(default_factory=list)
 
-    def look(self, requests: Sequence[TraceRequest]) -> list[TraceRecord]:
+    def trace(self, requests: Sequence[TraceRequest]) -> list[TraceRecord]:
         """Return the records of requests."""
         self.traced += requests
         return [self.record(request) for request in requests]
@@ -82,25 +82,23 @@ class MadeUpModel:
         weights = self.parameters * share * item
         states = (weights + 3 * trained * 4 * self.parameters * share) / candidate.layout.shards
         mode = str(candidate.recompute)
-        samples = self.sample_gib * GiB * _STAYS[mode] * share * candidate.micro_batch_size
+        samples = self.sample_gib * GiB * _STAYS.get(mode, 0.5) * share * candidate.micro_batch_size
         on_device = 0 if candidate.cpu_offload else states
         forward = 2 * self.parameters * share * 1024 * candidate.micro_batch_size
         sent = {}
         if candidate.layout.shards > 1:
             sent["shards"] = round(4 * self.parameters * share)
         elif candidate.layout.copies > 1:
-            sent["all"] = round(8 * self.parameters * share)
+            sent["copies"] = round(8 * self.parameters * share)
         cost = Cost(
             operations=100,
-            flops={"bfloat16": round(_FORWARDS[mode] * forward)},
-            forward_flops=round(forward),
+            flops={"bfloat16": round(_FORWARDS.get(mode, 3.5) * forward)},
             moved_bytes=0,
             sent_bytes=sent,
         )
         update = Cost(
             operations=1,
             flops={},
-            forward_flops=0,
             moved_bytes=round(on_device),
             sent_bytes={},
         )
@@ -112,7 +110,6 @@ class MadeUpModel:
             phase="backward",
             micro_batch=0,
             block=None,
-            after_block=None,
             peak_bytes=round(on_device + samples),
             by_category={"parameters": round(on_device), "activations": round(samples)},
         )
@@ -120,7 +117,6 @@ class MadeUpModel:
             request=request,
             blocks_traced=request.blocks or self.blocks,
             blocks=self.blocks,
-            blocks_alike=True,
             parameters=(
                 Shape(shape=(rows, columns), dtype=dtype, trained=trained == 1.0, block=0),
             ),
@@ -129,6 +125,6 @@ class MadeUpModel:
             tokens_per_sample=1024,
             input_bytes=8192,
             host_bytes=round(states) if candidate.cpu_offload else 0,
-            peaks=(peak,),
-            costs=parts,
+            peaks=(peak,) if request.steps else (),
+            costs=parts if request.steps else {},
         )

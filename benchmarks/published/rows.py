@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
@@ -18,9 +18,6 @@ sys.path.insert(0, str(MODELS))
 
 from decoder_memory import Decoder, Portion, Spread  # noqa: E402
 from shapes import SHAPES  # noqa: E402
-
-# Latencies of one step of a ring, as the catalogue has them for NVLink and a network.
-_NEAR_S, _FAR_S = 1.9e-6, 4.0e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +156,8 @@ class Published:
             ),
             machines=machines,
             cards_per_machine=min(row.cards_per_machine, row.spread.ranks),
-            within=Link(latency_s=_NEAR_S, bytes_s=known["within_bytes_s"]),
-            between=Link(latency_s=_FAR_S, bytes_s=known["between_bytes_s"]),
+            within_bytes_s=known["within_bytes_s"],
+            between_bytes_s=known["between_bytes_s"],
         )
 
     def constant(self, stack: str) -> Row:

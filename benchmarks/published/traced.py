@@ -37,8 +37,7 @@ class Traced:
     def _records_of(self, row: Row) -> list[TraceRecord]:
         if row.name not in self._records:
             wanted = estimate.trace_requests(row.work, row.candidate, kernels="cuda")
-            records = self._traced(wanted)
-            self._records[row.name] = records + self._traced(estimate.further_requests(records))
+            self._records[row.name] = self._traced(wanted)
         return self._records[row.name]
 
     def _traced(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord]:

@@ -1,6 +1,6 @@
 """The floating-point operations (FLOPs) of training a transformer, by one formula.
 
-``train`` and ``plan`` divide these by time and peak rate: the model FLOPs utilization (MFU).
+``train`` divides these by time and peak rate: the model FLOPs utilization (MFU).
 The formula is the one of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), which
 torchtitan and nanoGPT use too. Per token and parameter, a matrix product takes 2 FLOPs forward,
 2 backward to its inputs and 2 backward to its weights. Attention adds 12 x layers x hidden size x

@@ -20,7 +20,6 @@ from torchmuster.diagnose.probes import collectives, matmul, torch_at_work
 from torchmuster.diagnose.rank_record import Values
 from torchmuster.launch.probes import process_group
 from torchmuster.plan.probes import real_steps
-from torchmuster.plan.probes.live_storage import Taken, tensor_memory
 from torchmuster.profile.probes import recorder, trace
 from torchmuster.prove.probes import fingerprints
 from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
@@ -146,10 +145,10 @@ def test_a_trace_has_the_kernels_of_the_accelerator(
 
 
 def test_tensor_memory_is_the_allocators_and_a_reading_ends_a_peak(allocator: Allocator) -> None:
-    with tensor_memory(GPU) as look:
+    with real_steps.peaks_of_tensors(GPU, None) as read_peak:
         allocator.use(GPU, live=10, peak=30)
-        assert look() == Taken(live_bytes=10, peak_bytes=30)
-        assert look() == Taken(live_bytes=10, peak_bytes=10)
+        assert read_peak() == 30
+        assert read_peak() == 10
 
 
 def test_a_real_step_ends_when_the_device_has_finished(accelerator: FakeAccelerator) -> None:

@@ -9,19 +9,19 @@ from batch_size_cases import cases, write_model
 from rank_group import RunRanks
 from rank_programs.batch_sizes import candidate_for
 from torchmuster.errors import MusterError
-from torchmuster.plan.hardware.catalogue import Gpu, Hardware, Link
+from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.proof.real_ranks import run_real_steps
-from torchmuster.plan.proof.trials import find_batch_size
+from torchmuster.plan.proof.trials import find_batch_size, with_size
 from torchmuster.units import GiB
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
-LINK = Link(latency_s=1e-4, bytes_s=1e9)
+LINK = 1e9
 HERE = Hardware(
     card=Gpu(name="CPU", memory_bytes=4 * GiB, flops={}, bandwidth_bytes_s=1e10, kind="cpu"),
     machines=1,
     cards_per_machine=2,
-    within=LINK,
-    between=LINK,
+    within_bytes_s=LINK,
+    between_bytes_s=LINK,
 )
 
 
@@ -33,18 +33,17 @@ def test_the_weakest_rank_decides(strategy: str, own_machine: Path, run_ranks: R
     said: list[str] = []
     size, trials = find_batch_size(
         work,
-        candidate_for(strategy, ranks),
+        with_size(candidate_for(strategy, ranks), case.right, samples=None),  # the plan's size
         hardware=HERE,
-        start=case.right,  # what a plan would say
         limits_bytes=case.limits_bytes,
         say=said.append,
     )
     assert size == case.right, str(case)
     fits, fails = trials
-    assert [one.rank for one in fits.outcome.ranks] == list(range(ranks))
+    assert [one.rank for one in fits.ranks] == list(range(ranks))
     assert f"; rank {case.weakest} uses " in str(fits)
     assert not fails.fits
-    assert case.weakest in [one.rank for one in fails.outcome.ranks]
+    assert case.weakest in [one.rank for one in fails.ranks]
     verdicts = [text for text in said if text.startswith("micro-batch ")]
     assert verdicts == [str(fits), str(fails)]
 

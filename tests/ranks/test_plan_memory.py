@@ -204,7 +204,7 @@ def test_real_steps_tell_memory_and_time_of_every_rank(
     cases, _ = benchmark_modules
     name = "shards, tied embeddings, all recomputed"
     case = cases.Case(**CASES[name])
-    told = real_ranks.run_real_steps(case.work(tmp_path), case.candidate(), steps=2).ranks
+    told = real_ranks.run_real_steps(case.work(tmp_path), case.candidate(), steps=2)
     assert [one.rank for one in told] == [0, 1]
     assert {one.device for one in told} == {"cpu"}
     for one, peak in zip(told, measured(name), strict=True):
@@ -213,8 +213,6 @@ def test_real_steps_tell_memory_and_time_of_every_rank(
         assert len(one.peaks_bytes) == real_ranks.FOLLOWED
         assert len(one.step_s) == 2
         assert min(one.step_s) > 0
-        assert one.loss is not None
-        assert 0 < one.loss < 100
         assert one.reserved_bytes is None
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from batch_size_cases import LARGEST, SMALL, cases, write_model
+from batch_size_cases import SMALL, cases, write_model
 from made_up_plans import hardware
 from rank_group import RunRanks
 from rank_programs.batch_sizes import candidate_for
-from torchmuster.plan.proof.trials import find_batch_size
+from torchmuster.plan.proof.trials import find_batch_size, with_size
 
 pytestmark = [pytest.mark.stress, pytest.mark.ranks, pytest.mark.timeout(3600)]
 CASES = int(os.environ.get("BATCH_CASES", "1"))  # at full length: BATCH_CASES=20
@@ -31,13 +31,12 @@ def test_the_right_answer_in_every_case(own_machine: Path, run_ranks: RunRanks) 
         cpu = hardware(cards=ranks)
         found, trials = find_batch_size(
             work,
-            candidate_for(case.strategy, ranks),
+            with_size(candidate_for(case.strategy, ranks), start, samples=None),
             hardware=replace(cpu, card=replace(cpu.card, kind="cpu")),
-            start=start,
-            most=LARGEST,
             limits_bytes=case.limits_bytes,
         )
-        allowed = (size for size in (1, 2, 4, 8, LARGEST, start) if size <= case.right)
+        sizes = [start, *(2**power for power in range(20))]
+        allowed = (size for size in sizes if size <= case.right)
         right = max(allowed)
         size, count = found, len(trials)
         print(

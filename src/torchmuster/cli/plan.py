@@ -26,7 +26,7 @@ from torchmuster.plan.answer import Answer, as_settings, line_to_paste
 from torchmuster.plan.hardware import described, here
 from torchmuster.plan.report import plan_json, plan_text
 from torchmuster.plan.request import PlanRequest, request_from_settings
-from torchmuster.plan.search import Look, make_plan
+from torchmuster.plan.search import Trace, make_plan
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.runfolder import write_atomically
@@ -34,34 +34,9 @@ from torchmuster.units import plural
 
 SEQUENCE_LENGTH = "data.sequence_length"
 TRAINING = "training (all of these are also settings)"
-HARDWARE = "hardware and cost"
+HARDWARE = "hardware"
 ACTIONS = "actions and output"
-AMOUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 WIDTH = 100
-
-
-def amount(text: str) -> int:
-    """Parse a number of tokens: 300B."""
-    unit = text[-1:].upper()
-    digits = text[:-1] if unit in AMOUNTS else text
-    try:
-        number = float(digits) * AMOUNTS.get(unit, 1.0)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount; write for example 300B or 1T")
-    return round(number)
-
-
-def price(text: str) -> float:
-    """Parse a price."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price; write for example 2.5")
-    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +84,6 @@ class PlanOptions(SettingOptions, JsonOptions):
     )
     ranks: int | None = flag(
         "number of ranks on this machine's CPU", parse=count, metavar="N", group=HARDWARE
-    )
-    tokens: int | None = flag(
-        "tokens of the whole training run, such as 300B or 1T",
-        parse=amount,
-        metavar="N",
-        group=HARDWARE,
-    )
-    price: float | None = flag(
-        "price of one GPU per hour", parse=price, metavar="X", group=HARDWARE
     )
     verify: bool = flag("compare with a few real steps here", default=False, group=ACTIONS)
     find_batch_size: bool = flag(
@@ -201,17 +167,6 @@ def refuse_missing_model(resolved: Resolved) -> None:
 def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
     """Return the answer with additional findings."""
     findings = [*answer.findings, *_of_data(resolved), *_of_hosts(resolved, answer)]
-    tokens = answer.asked.tokens
-    if tokens is not None and answer.hours is None:
-        findings.append(
-            Finding(
-                name="no-cost",
-                status=Status.NOTE,
-                what=f"the time for {tokens:.3g} tokens is unknown",
-                why="the speed, or the number of tokens per sample, is unknown",
-                fix="leave out --tokens",
-            )
-        )
     return dataclasses.replace(answer, findings=tuple(findings))
 
 
@@ -230,7 +185,7 @@ def _of_data(resolved: Resolved) -> Iterator[Finding]:
 def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
     """Yield a warning if the settings name another number of hosts than the plan."""
     hosts = parse_hosts(resolved.settings.launch.hosts or ())
-    machines = answer.asked.hardware.machines
+    machines = answer.request.hardware.machines
     if hosts and len(hosts) != machines:
         one = plural(machines, "machine")
         yield Finding(
@@ -240,9 +195,6 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
             why=f"a plan ignores launch.hosts ({resolved.sources['launch.hosts'].where})",
             fix=f"--hardware {len(hosts)}x8xH100, with the number and type of GPUs of each host",
         )
-
-
-# Flags that are shorter names of settings.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -273,13 +225,13 @@ def run(options: PlanOptions) -> int:
     resolved = settings_of(options)
     refuse_missing_model(resolved)
     with _tracer(options) as tracer:
-        asked = _question(options, resolved)
-        answer = with_remarks(make_plan(asked, tracer.records), resolved)
+        request = _request(options, resolved)
+        answer = with_remarks(make_plan(request, tracer.records), resolved)
         candidate = answer.chosen.value.candidate
         settings = _settings(options, resolved, answer)
         beside = {given.path: given.text for given in setting_flags(options)}
         config = None if options.config is None else str(options.config)
-        line = line_to_paste(settings, beside, candidate, asked, config=config)
+        line = line_to_paste(settings, beside, candidate, request, config=config)
         _write(options, settings)
         if not options.json:
             _show_plan(answer, line, details=options.details)
@@ -298,19 +250,16 @@ def _settings(options: PlanOptions, resolved: Resolved, answer: Answer) -> dict[
     ids = resolved.settings.distributed.gpu_ids
     candidate = answer.chosen.value.candidate
     if is_here(options) or ids is None:
-        return as_settings(candidate, answer.asked, gpu_ids=ids)
-    return {**as_settings(candidate, answer.asked), "distributed.gpu_ids": "null"}
+        return as_settings(candidate, answer.request, gpu_ids=ids)
+    return {**as_settings(candidate, answer.request), "distributed.gpu_ids": "null"}
 
 
-def _question(options: PlanOptions, resolved: Resolved) -> PlanRequest:
+def _request(options: PlanOptions, resolved: Resolved) -> PlanRequest:
     if is_here(options):
         hardware = here.hardware_from_settings(resolved.settings, ranks=options.ranks)
     else:
         hardware = described.parse_hardware(options.hardware)
-    if options.price is not None:
-        hardware = dataclasses.replace(hardware, price_per_card_hour=options.price)
-    folder = str(Path.cwd())
-    return request_from_settings(resolved, hardware, folder=folder, tokens=options.tokens)
+    return request_from_settings(resolved, hardware, folder=str(Path.cwd()))
 
 
 def _tracer(options: PlanOptions) -> Tracer:
@@ -335,27 +284,26 @@ def _write(options: PlanOptions, settings: Mapping[str, str]) -> None:
     write_atomically(options.write, settings_yaml(resolved))
 
 
-def _prove(options: PlanOptions, answer: Answer, look: Look) -> list[Finding]:
+def _prove(options: PlanOptions, answer: Answer, trace: Trace) -> list[Finding]:
     """Compare the plan with real steps on this machine, if requested."""
     from torchmuster.plan.proof import trials, verification
 
     findings: list[Finding] = []
     if options.verify:
-        machine = answer.asked.hardware
+        machine = answer.request.hardware
         if not is_here(options):
             machine = here.hardware_here(ranks=options.ranks)
         output.say("running real steps on this machine")
-        findings += verification.verify_plan(answer, here=machine, look=look, say=output.say)
+        findings += verification.verify_plan(answer, here=machine, trace=trace, say=output.say)
     if options.find_batch_size:
-        asked, candidate = answer.asked, answer.chosen.value.candidate
+        request, candidate = answer.request, answer.chosen.value.candidate
         samples = None
-        if asked.global_batch_size is not None:
-            samples = math.ceil(asked.global_batch_size / candidate.layout.ranks)
+        if request.global_batch_size is not None:
+            samples = math.ceil(request.global_batch_size / candidate.layout.ranks)
         size, tried = trials.find_batch_size(
-            asked.work,
+            request.work,
             candidate,
-            hardware=asked.hardware,
-            start=candidate.micro_batch_size,
+            hardware=request.hardware,
             samples=samples,
             say=output.say,
         )

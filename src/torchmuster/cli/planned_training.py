@@ -28,7 +28,7 @@ def follow_plan(options: TrainOptions, resolved: Resolved) -> tuple[TrainOptions
     settings = resolved.settings
     hardware = here.hardware_from_settings(settings, ranks=options.ranks, device=options.device)
     answer = _answer(resolved, hardware)
-    best, request = answer.chosen.value, answer.asked
+    best, request = answer.chosen.value, answer.request
     output.say(f"plan: {answer.chosen.reason}")
     if answer.findings:
         output.show_findings(list(answer.findings), sys.stderr)
@@ -62,6 +62,6 @@ def _refuse_other_machines(options: TrainOptions, resolved: Resolved) -> None:
 
 
 def _answer(resolved: Resolved, hardware: Hardware) -> Answer:
-    asked = request_from_settings(resolved, hardware, folder=str(Path.cwd()))
+    request = request_from_settings(resolved, hardware, folder=str(Path.cwd()))
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
-        return make_plan(asked, tracer.records)
+        return make_plan(request, tracer.records)

@@ -9,7 +9,9 @@ from torchmuster.devices.request import GpuId
 from torchmuster.finding import Finding
 from torchmuster.plan.estimate import Memory, StepTime
 from torchmuster.plan.job import Candidate
+from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.request import PlanRequest
+from torchmuster.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +22,18 @@ class Forecast:
     memory: Memory
     time: StepTime | None  # None: no rates are known for this device
     spare_bytes: int  # of a GPU, above the high end of the band; negative: this much is missing
-    host_spare_bytes: int | None  # of a machine; None: its memory is unknown
+    host_spare_bytes: int  # of a machine; 0 if its memory is unknown
 
     @property
     def fits(self) -> bool:
         """Whether it fits even at the high end of the band."""
-        return self.spare_bytes >= 0 and (self.host_spare_bytes or 0) >= 0
+        return self.spare_bytes >= 0 and self.host_spare_bytes >= 0
 
     @property
     def missing_bytes(self) -> int:
         """What a GPU or its host lacks at the expected use; 0 or less: it probably fits."""
         band_bytes = self.memory.high_bytes - self.memory.total_bytes
-        return max(-self.spare_bytes - band_bytes, -(self.host_spare_bytes or 0))
+        return max(-self.spare_bytes - band_bytes, -self.host_spare_bytes)
 
     @property
     def probably_fits(self) -> bool:
@@ -43,6 +45,15 @@ class Forecast:
         """The speed of all ranks; 0 if it is unknown."""
         return 0.0 if self.time is None else self.time.samples_per_s
 
+    @property
+    def band_text(self) -> str:
+        """The expected memory with its band."""
+        memory = self.memory
+        return (
+            f"{format_bytes(memory.total_bytes)} (band {format_bytes(memory.low_bytes)} to "
+            f"{format_bytes(memory.high_bytes)})"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
@@ -50,7 +61,6 @@ class Skipped:
 
     name: str
     why: str
-    needs_bytes: int | None = None  # least memory of a GPU, if memory was the reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,64 +77,40 @@ class Offer:
         """The settings as flags of ``muster plan`` and ``muster train``."""
         return " ".join(f"--set {path}={value}" for path, value in self.settings.items())
 
+    def describe(self, noun: str) -> str:
+        """Describe the offer in one line."""
+        missing = ""
+        if not self.forecast.probably_fits:
+            missing = f", {format_bytes(self.forecast.missing_bytes)} too much"
+        return (
+            f"{self.name} (trains {self.trained_count / 1e6:,.1f} M parameters): "
+            f"{self.forecast.candidate.describe(noun)}: {self.forecast.band_text}{missing}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The chosen candidate and the others."""
 
-    asked: PlanRequest
+    request: PlanRequest
     chosen: Decision[Forecast]
     table: tuple[Forecast, ...]  # the best micro-batch of each candidate, in order of preference
     skipped: tuple[Skipped, ...]
     offers: tuple[Offer, ...]  # where full training fits only with CPU offload
     findings: tuple[Finding, ...]
-    parameter_count: int
-    tokens_per_sample: int | None
+    model: TraceRecord  # its parameters
     traces: int
-
-    @property
-    def hours(self) -> float | None:
-        """Hours for the requested number of tokens; None if it or the speed is unknown."""
-        time = self.chosen.value.time
-        if self.asked.tokens is None or time is None or time.tokens_per_s is None:
-            return None
-        return self.asked.tokens / time.tokens_per_s / 3600
-
-    @property
-    def price(self) -> float | None:
-        """The price of these hours on the GPUs that are used."""
-        hourly = self.asked.hardware.price_per_card_hour
-        if self.hours is None or hourly is None:
-            return None
-        return self.hours * hourly * self.chosen.value.candidate.layout.ranks
-
-
-def candidate_name(candidate: Candidate) -> str:
-    """Return the name of a strategy: ``ddp``, ``fsdp``, ``shard_grad_op``, ``hybrid 4 x 8``."""
-    layout = candidate.layout
-    name: str = candidate.strategy
-    if candidate.strategy == "fsdp" and not candidate.reshard:
-        name = "shard_grad_op"
-    elif candidate.strategy == "fsdp" and layout.copies > 1:
-        name = f"hybrid {layout.copies} x {layout.shards}"
-    return f"{name} + offload" if candidate.cpu_offload else name
-
-
-def recompute_of(candidate: Candidate) -> str:
-    """Return how activations are kept, as shown to users."""
-    mode = candidate.recompute
-    return f"every {mode}." if isinstance(mode, int) else mode
 
 
 def as_settings(
-    candidate: Candidate, asked: PlanRequest, *, gpu_ids: Sequence[GpuId] | None = None
+    candidate: Candidate, request: PlanRequest, *, gpu_ids: Sequence[GpuId] | None = None
 ) -> dict[str, str]:
     """Return the settings that train with this candidate, by their paths, as text.
 
     ``gpu_ids`` are the requested GPUs; only as many as the candidate uses are set.
     """
     chosen: dict[str, str] = {}
-    layout, here = candidate.layout, asked.hardware.cards_per_machine
+    layout, here = candidate.layout, request.hardware.cards_per_machine
     if candidate.strategy != "single":
         chosen["distributed.strategy"] = candidate.strategy
     if candidate.strategy == "fsdp":
@@ -136,14 +122,14 @@ def as_settings(
         chosen["distributed.fsdp_sharding_strategy"] = sharding
     if candidate.cpu_offload:
         chosen["distributed.fsdp_cpu_offload"] = "true"
-    if asked.hardware.card.kind != "cpu":
+    if request.hardware.card.kind != "cpu":
         on_machine = min(layout.ranks, here)
         chosen["distributed.num_gpus"] = str(on_machine)
         if gpu_ids is not None:
             chosen["distributed.gpu_ids"] = ",".join(map(str, gpu_ids[:on_machine]))
     chosen["train.precision"] = candidate.precision
     chosen["train.micro_batch_size"] = str(candidate.micro_batch_size)
-    whole = asked.global_batch_size or candidate.global_batch_size
+    whole = request.global_batch_size or candidate.global_batch_size
     chosen["train.global_batch_size"] = str(whole)
     chosen["train.activation_checkpointing"] = str(candidate.recompute)
     return chosen
@@ -153,7 +139,7 @@ def line_to_paste(
     settings: Mapping[str, str],
     flags: Mapping[str, str],
     candidate: Candidate,
-    asked: PlanRequest,
+    request: PlanRequest,
     *,
     config: str | None,
 ) -> str:
@@ -161,7 +147,7 @@ def line_to_paste(
     command = ["muster", "train"]
     if config is not None:
         command += ["--config", config]
-    if asked.hardware.card.kind == "cpu":
+    if request.hardware.card.kind == "cpu":
         command += ["--device", "cpu", "--ranks", str(candidate.layout.ranks)]
     for path, value in {**flags, **settings}.items():
         command += ["--set", f"{path}={value}"]

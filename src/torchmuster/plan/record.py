@@ -5,7 +5,7 @@ Every figure is recorded with its block, so that other depths can be computed.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from torchmuster.plan.job import Candidate, Work
@@ -28,6 +28,7 @@ class TraceRequest:
     candidate: Candidate
     blocks: int | None = None  # number of the model's repeated layers to use; None: all
     kernels: Literal["cpu", "cuda"] = "cpu"  # which device's operations, such as fused norms
+    steps: bool = True  # False: only the parameters, without peaks and costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +37,24 @@ class Peak:
 
     phase: PhaseName
     micro_batch: int  # counted from 0; 0 in check and update
-    block: int | None  # None: what lies before, between and after the blocks
-    after_block: int | None  # where block is None: the block before it in time; None: the beginning
+    block: (
+        int | None
+    )  # from the entry into this block to that into the next; None: before the first
     peak_bytes: int
     by_category: Mapping[str, int]  # at that moment
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Cost:
-    """The work of one part of a step."""
+    """The work of one part of a step; a trace adds to it."""
 
-    operations: int
-    flops: Mapping[str, int]  # of matrix products, by dtype
-    forward_flops: int
-    moved_bytes: int  # read and written by all other operations
-    # Sent bytes of collectives, by the ranks that take part: shards, copies, all. A gather counts
+    operations: int = 0
+    flops: dict[str, int] = field(default_factory=dict)  # of matrix products, by dtype
+    forward_flops: int = 0
+    moved_bytes: int = 0  # read and written by all other operations
+    # Sent bytes of collectives, among the ranks of a group of shards or of copies. A gather counts
     # its result, a reduction its input, an all-reduce its input twice.
-    sent_bytes: Mapping[str, int]
+    sent_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,6 @@ class TraceRecord:
     request: TraceRequest
     blocks_traced: int
     blocks: int  # of the whole model
-    blocks_alike: bool  # all have the same parameter shapes: other depths can be computed
     parameters: tuple[Shape, ...]  # of the traced model, each once
     parameter_count: int  # of the whole model
     trained_count: int

@@ -7,9 +7,8 @@ from typing import Any
 from torchmuster.finding import render
 from torchmuster.pages.columns import aligned_columns
 from torchmuster.plan import estimate
-from torchmuster.plan.answer import Answer, Forecast, Offer, candidate_name, recompute_of
+from torchmuster.plan.answer import Answer, Forecast
 from torchmuster.plan.hardware.described import describe_hardware
-from torchmuster.plan.search import offer_text
 from torchmuster.redaction import harmless
 from torchmuster.units import GiB, MiB, format_bytes, plural
 
@@ -21,40 +20,36 @@ def plan_text(
     answer: Answer, *, line: str, width: int = 100, colour: bool = False, details: bool = False
 ) -> str:
     """Return the report; ``line`` is the command that trains with the chosen candidate."""
-    best, card = answer.chosen.value, answer.asked.hardware.card
+    best, hardware = answer.chosen.value, answer.request.hardware
     parts = [
         harmless(f"chosen  {answer.chosen.reason}"),
         f"speed   {speed_text(best)}",
-        f"for     {question_text(answer)}",
+        f"for     {_question_text(answer)}",
         "",
         *_table(answer, None if details else _ROWS),
     ]
-    if answer.hours is not None:
-        price = "" if answer.price is None else f", {short_number(answer.price)} in total"
-        parts.append(f"total   {short_number(answer.hours)} hours{price}")
     for offer in answer.offers:
-        parts += [f"offer   {offer_text(offer, card.noun)}", f"        {offer.flags}"]
+        parts += [f"offer   {offer.describe(hardware.card.noun)}", f"        {offer.flags}"]
     if details:
         parts += ["", *_details(answer)]
     if answer.findings:
         parts += ["", render(answer.findings, width=width, colour=colour)]
-    hosts = -(-best.candidate.layout.ranks // answer.asked.hardware.cards_per_machine)
+    hosts = -(-best.candidate.layout.ranks // hardware.cards_per_machine)
     on_hosts = f", on {hosts:,} machines" if hosts > 1 else ""
     return "\n".join([*parts, "", f"train with this plan{on_hosts}:", f"  {line}"])
 
 
-def question_text(answer: Answer) -> str:
-    """Return the request in one line."""
-    asked = answer.asked
+def _question_text(answer: Answer) -> str:
+    work, tokens = answer.request.work, answer.model.tokens_per_sample
     parts = [
-        str(asked.work.model_name_or_path or asked.work.build),
-        f"{short_number(answer.parameter_count)} parameters",
+        str(work.model_name_or_path or work.build),
+        f"{short_number(answer.model.parameter_count)} parameters",
     ]
-    if answer.tokens_per_sample is not None:
-        parts.append(f"{answer.tokens_per_sample:,} tokens per sample")
-    if asked.global_batch_size is not None:
-        parts.append(f"global batch {asked.global_batch_size:,}")
-    return harmless(f"{', '.join(parts)}, on {describe_hardware(asked.hardware)}")
+    if tokens is not None:
+        parts.append(f"{tokens:,} tokens per sample")
+    if answer.request.global_batch_size is not None:
+        parts.append(f"global batch {answer.request.global_batch_size:,}")
+    return harmless(f"{', '.join(parts)}, on {describe_hardware(answer.request.hardware)}")
 
 
 def speed_text(forecast: Forecast) -> str:
@@ -66,10 +61,9 @@ def speed_text(forecast: Forecast) -> str:
     if time.tokens_per_s is not None:
         speed, unit = time.tokens_per_s, "tokens/s"
     low, high = speed / estimate.TIME_BAND, speed * estimate.TIME_BAND
-    mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}".replace("%", " %")
     return (
         f"rough: {short_number(speed)} {unit} (band {short_number(low)} to {short_number(high)}), "
-        f"{seconds_text(time.step_s)} per step{mfu}"
+        f"{seconds_text(time.step_s)} per step"
     )
 
 
@@ -96,49 +90,34 @@ def _table(answer: Answer, most: int | None) -> Iterator[str]:
     ]
     for row in answer.table[:most]:
         candidate, memory = row.candidate, row.memory
-        batch = str(candidate.micro_batch_size)
-        if candidate.accumulation > 1:
-            batch += f"x{candidate.accumulation}"
-        rows.append((
-            candidate_name(candidate),
-            recompute_of(candidate),
-            batch,
-            f"{memory.tensor_bytes / size:.1f}",
-            f"{memory.total_bytes / size:.1f}",
-            f"{memory.high_bytes / size:.1f}",
-            _fits_text(row, size),
-            "-" if row.time is None else seconds_text(row.time.step_s),
-        ))  # fmt: skip
+        amounts = (memory.tensor_bytes, memory.total_bytes, memory.high_bytes)
+        tensors, total, high = (f"{amount / size:.1f}" for amount in amounts)
+        fits = "yes" if row.fits else "tight"
+        if not row.probably_fits:
+            fits = f"-{row.missing_bytes / size:,.1f}"
+        step = "-" if row.time is None else seconds_text(row.time.step_s)
+        batch, recompute = candidate.batch_text, candidate.recompute_text
+        rows.append((candidate.name, recompute, batch, tensors, total, high, fits, step))
     yield from aligned_columns(rows)
     if most is not None and len(answer.table) > most:
         yield f"{plural(len(answer.table) - most, 'more row')}: --details"
 
 
-def _fits_text(row: Forecast, size: int) -> str:
-    if row.fits:
-        return "yes"
-    if row.probably_fits:
-        return "tight"
-    return f"-{row.missing_bytes / size:,.1f}"
-
-
 def _details(answer: Answer) -> Iterator[str]:
     best = answer.chosen.value
-    memory = best.memory
-    yield f"memory  peak in: {memory.peak_at}"
+    yield f"memory  peak in: {best.memory.peak_at}"
     for name, size, source in memory_parts(best):
         yield f"        {name:<12} {format_bytes(size):>10}  {source}"
-    yield f"saving  a checkpoint takes {format_bytes(memory.checkpoint_bytes)} on disk"
-    if memory.host_bytes:
-        yield f"        offload keeps {format_bytes(memory.host_bytes)} in host memory"
+    if best.memory.host_bytes:
+        yield f"        offload keeps {format_bytes(best.memory.host_bytes)} in host memory"
     if best.time is not None:
-        waiting = f"{best.time.waiting_share:.0%}".replace("%", " %")
-        yield f"speed   {waiting} of a step is spent waiting for other ranks"
+        waiting = round(100 * best.time.waiting_share)
+        yield f"speed   {waiting} % of a step is spent waiting for other ranks"
     for skipped in answer.skipped:
         yield f"skipped {skipped.name}: {skipped.why}"
-    hardware = answer.asked.hardware
+    hardware = answer.request.hardware
     yield f"source  {hardware.card.name}: {hardware.card.source or 'unknown source'}"
-    for sentence in (answer.asked.precision.reason, *hardware.assumed):
+    for sentence in (answer.request.precision.reason, *hardware.assumed):
         yield f"source  {sentence}"
     yield f"source  memory: {answer.traces} traces of a few blocks, extended to the whole model"
 
@@ -159,50 +138,44 @@ def memory_parts(forecast: Forecast) -> Iterator[tuple[str, int, str]]:
 
 def plan_json(answer: Answer, *, line: str, settings: Mapping[str, str]) -> dict[str, Any]:
     """Return everything as a document for JSON."""
-    hardware = answer.asked.hardware
-    best = answer.chosen.value
+    hardware, best = answer.request.hardware, answer.chosen.value
+    offers = []
+    for offer in answer.offers:
+        offers.append({
+            "name": offer.name,
+            "flags": offer.flags,
+            "settings": dict(offer.settings),
+            "trained_parameters": offer.trained_count,
+            "forecast": _forecast_json(offer.forecast),
+        })  # fmt: skip
     return {
         "fits": best.fits,
         "chosen": _forecast_json(best),
         "reason": answer.chosen.reason,
         "candidates": [_forecast_json(row) for row in answer.table],
         "skipped": [dataclasses.asdict(skipped) for skipped in answer.skipped],
-        "offers": [_offer_json(offer) for offer in answer.offers],
+        "offers": offers,
         "findings": [finding.as_json() for finding in answer.findings],
-        "parameters": answer.parameter_count,
+        "parameters": answer.model.parameter_count,
         "hardware": {
             "name": describe_hardware(hardware),
             "card_bytes": hardware.card.memory_bytes,
             "source": hardware.card.source,
             "assumed": list(hardware.assumed),
         },
-        "precision": answer.asked.precision.reason,
-        "hours": answer.hours,
-        "price": answer.price,
+        "precision": answer.request.precision.reason,
         "settings": dict(settings),
         "command": line,
     }
 
 
 def _forecast_json(forecast: Forecast) -> dict[str, Any]:
-    memory = forecast.memory
-    low_high = [1 / estimate.TIME_BAND, estimate.TIME_BAND]
     return {
-        "name": candidate_name(forecast.candidate),
+        "name": forecast.candidate.name,
         "candidate": dataclasses.asdict(forecast.candidate),
         "fits": forecast.fits,
         "missing_bytes": max(forecast.missing_bytes, 0),
-        "memory": dataclasses.asdict(memory),
+        "memory": dataclasses.asdict(forecast.memory),
         "time": None if forecast.time is None else dataclasses.asdict(forecast.time),
-        "time_band": low_high,
-    }
-
-
-def _offer_json(offer: Offer) -> dict[str, Any]:
-    return {
-        "name": offer.name,
-        "flags": offer.flags,
-        "settings": dict(offer.settings),
-        "trained_parameters": offer.trained_count,
-        "forecast": _forecast_json(offer.forecast),
+        "time_band": [1 / estimate.TIME_BAND, estimate.TIME_BAND],
     }

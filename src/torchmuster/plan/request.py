@@ -10,11 +10,11 @@ from torchmuster.config.training import UNSHARDED_OPTIMIZERS
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware
-from torchmuster.plan.job import Recompute, Work
+from torchmuster.plan.job import Precision, Recompute, Work
 
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Strategy: TypeAlias = Literal["single", "ddp", "fsdp"]
 ShardingKind: TypeAlias = Literal["full_shard", "shard_grad_op", "hybrid_shard"]
-_FULL_RATE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES: tuple[tuple[Precision, str], ...] = (("bf16", "bfloat16"), ("fp16", "float16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,13 @@ class PlanRequest:
     work: Work
     hardware: Hardware
     precision: Decision[Precision]
-    strategy: Literal["single", "ddp", "fsdp"] | None = None
+    strategy: Strategy | None = None
     sharding: ShardingKind | None = None
     shard_size: int | None = None
     cpu_offload: bool | None = None
     recompute: Recompute | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
-    tokens: int | None = None  # length of the training, for hours and cost
 
     @property
     def kernels(self) -> Literal["cpu", "cuda"]:
@@ -39,38 +38,44 @@ class PlanRequest:
         return "cpu" if self.hardware.card.kind == "cpu" else "cuda"
 
 
-def request_from_settings(
-    resolved: Resolved, hardware: Hardware, *, folder: str, tokens: int | None = None
-) -> PlanRequest:
+def request_from_settings(resolved: Resolved, hardware: Hardware, *, folder: str) -> PlanRequest:
     """Build a plan request from settings: what they fix is fixed, the rest is searched.
 
     Defaults that a settings file writes out, as in a run folder, fix nothing. A flag or an
     environment variable always fixes.
     """
-    settings = resolved.settings
-    distributed, train = settings.distributed, settings.train
+    distributed, train = resolved.settings.distributed, resolved.settings.train
+    sharding: ShardingKind | None = None
+    cpu_offload: bool | None = None
+    recompute: Recompute | None = None
+    if _is_fixed(resolved, "distributed.fsdp_sharding_strategy"):
+        sharding = distributed.fsdp_sharding_strategy
+    if _is_fixed(resolved, "distributed.fsdp_cpu_offload"):
+        cpu_offload = distributed.fsdp_cpu_offload
+    if _is_fixed(resolved, "train.activation_checkpointing"):
+        recompute = train.activation_checkpointing
     return PlanRequest(
         work=work_from_settings(resolved, folder=folder),
         hardware=hardware,
         precision=_precision(train.precision, hardware.card),
         strategy=_strategy(resolved, hardware),
-        sharding=distributed.fsdp_sharding_strategy
-        if _is_fixed(resolved, "distributed.fsdp_sharding_strategy")
-        else None,
+        sharding=sharding,
         shard_size=distributed.fsdp_shard_size,
-        cpu_offload=distributed.fsdp_cpu_offload
-        if _is_fixed(resolved, "distributed.fsdp_cpu_offload")
-        else None,
-        recompute=train.activation_checkpointing
-        if _is_fixed(resolved, "train.activation_checkpointing")
-        else None,
+        cpu_offload=cpu_offload,
+        recompute=recompute,
         micro_batch_size=train.micro_batch_size,
         global_batch_size=train.global_batch_size,
-        tokens=tokens,
     )
 
 
-def _strategy(resolved: Resolved, hardware: Hardware) -> Literal["single", "ddp", "fsdp"] | None:
+def _is_fixed(resolved: Resolved, path: str) -> bool:
+    strength = resolved.sources[path].strength
+    if strength is Strength.FILE:
+        return resolved.values()[path] != leaves()[path].default
+    return strength is not Strength.DEFAULT
+
+
+def _strategy(resolved: Resolved, hardware: Hardware) -> Strategy | None:
     distributed, optimizer = resolved.settings.distributed, resolved.settings.train.optimizer
     strategy = distributed.strategy
     if optimizer in UNSHARDED_OPTIMIZERS:
@@ -87,8 +92,8 @@ def _strategy(resolved: Resolved, hardware: Hardware) -> Literal["single", "ddp"
 
 def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
     """Return what is trained, from the settings."""
-    settings = resolved.settings
-    model, data, train = settings.model, settings.data, settings.train
+    model, data = resolved.settings.model, resolved.settings.data
+    train = resolved.settings.train
     if model.model_name_or_path is None and model.build is None:
         raise Impossible(
             "no model to plan for",
@@ -104,13 +109,10 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
             "--sequence-length N for rows of tokens",
         )
     if model.load_in_4bit and (model.lora_rank is None or model.model_name_or_path is None):
-        missing = "model.lora_rank" if model.lora_rank is None else "model.model_name_or_path"
         raise Impossible(
-            f"model.load_in_4bit has no effect without {missing}",
+            "model.load_in_4bit needs model.lora_rank and model.model_name_or_path",
             why="4-bit weights are frozen, and loaded from the files of a Hugging Face model",
-            fix="--set model.lora_rank=16"
-            if model.lora_rank is None
-            else "--model FOLDER_OR_NAME, or leave out model.load_in_4bit",
+            fix="--set model.lora_rank=16 --model FOLDER_OR_NAME, or leave out model.load_in_4bit",
         )
     return Work(
         build=model.build,
@@ -133,45 +135,23 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
     )
 
 
-def _is_fixed(resolved: Resolved, path: str) -> bool:
-    strength = resolved.sources[path].strength
-    if strength is Strength.FILE:
-        return resolved.values()[path] != leaves()[path].default
-    return strength is not Strength.DEFAULT
-
-
-def _precision(asked: Literal["auto", "fp32", "bf16", "fp16"], card: Gpu) -> Decision[Precision]:
+def _precision(wanted: Literal["auto"] | Precision, card: Gpu) -> Decision[Precision]:
     """Choose as ``muster train`` does: bf16 if the GPU has it, then fp16; fp32 on CPUs."""
-    if card.kind == "cpu":
-        if asked == "auto":
-            return Decision(value="fp32", reason="fp32: CPUs seldom gain from bf16")
-        return Decision(value=asked, reason=f"{asked}: requested")
-    if asked == "auto":
-        chosen, why = _automatic(card)
-        return Decision(value=chosen, reason=f"{chosen}: {why}{_of_speed(chosen, card)}")
-    if asked == "bf16" and card.number_types is not None and "bfloat16" not in card.number_types:
+    types = card.number_types or tuple(card.flops)
+    if wanted == "bf16" and card.number_types is not None and "bfloat16" not in types:
         raise Impossible(
             f"precision bf16 was requested, but {card.name} does not support bf16",
             fix="use precision auto or fp16, or another GPU",
         )
-    return Decision(value=asked, reason=f"{asked}: requested{_of_speed(asked, card)}")
-
-
-def _automatic(card: Gpu) -> tuple[Precision, str]:
-    types = card.number_types or tuple(card.flops)
-    if not types:
-        return "bf16", f"assumed, since the dtypes of {card.name} are unknown"
-    if "bfloat16" in types:
-        return "bf16", f"{card.name} supports it"
-    if "float16" in types:
-        return "fp16", f"{card.name} supports it, but not bf16"
-    return "fp32", f"{card.name} has no faster dtype"
-
-
-def _of_speed(precision: Precision, card: Gpu) -> str:
-    """Return a remark if the rate of a GPU in this precision is unknown."""
-    if card.flops.get(_FULL_RATE[precision]):
-        return ""
-    if card.flops.get("float32"):
-        return "; its rate is unknown, so the float32 rate is used"
-    return "; its rate is unknown, so no speed is forecast"
+    if wanted != "auto":
+        return Decision(value=wanted, reason=f"{wanted}: requested")
+    if card.kind == "cpu":
+        return Decision(value="fp32", reason="fp32: CPUs seldom gain from bf16")
+    for precision, dtype in _DTYPES:
+        if dtype in types:
+            return Decision(value=precision, reason=f"{precision}: {card.name} supports it")
+    if types:
+        return Decision(value="fp32", reason=f"fp32: {card.name} has no faster dtype")
+    return Decision(
+        value="bf16", reason=f"bf16: assumed, since the dtypes of {card.name} are unknown"
+    )

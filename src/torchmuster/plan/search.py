@@ -4,7 +4,6 @@ The search stops when a simple candidate fits: recomputation is tried only where
 not fit, CPU offload only where nothing else does.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,176 +13,167 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.plan import estimate
-from torchmuster.plan.answer import (
-    Answer,
-    Forecast,
-    Offer,
-    Skipped,
-    candidate_name,
-    recompute_of,
-)
-from torchmuster.plan.job import Candidate, Recompute, Work
+from torchmuster.plan.answer import Answer, Forecast, Offer, Skipped
+from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest
 from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes, plural
 
-Look: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | TraceRefused]]
+Trace: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | TraceRefused]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the simplest first
 # Without a global batch size, a rank has at most the default of muster train: samples per step
 # affect convergence, and the size of the dataset is unknown here.
-USUAL_MICRO_BATCH_SIZE = 8
+USUAL_SIZES = (1, 2, 4, 8)
 SAME_RATE = 1.05  # forecasts are no more accurate than that
 _WORTH_SHARDING = 0.1  # share of a step of ddp that is spent waiting
 _MARGIN = 0.05  # of a GPU's memory, above the band: preferred over 5 % of speed
-_MOST_GATHERED = 1.05  # of a block's own size, with padding rows
+_SAMPLES_SHARE = 0.8  # of the activations: the least that one more sample takes
+_MOST_GATHERED = 1.05  # of the model's own size, with padding rows
 _MOST_MACHINES = 1024
 _LORA_RANK = 16
-_HALF = {"bf16": "bfloat16", "fp16": "float16"}
+_ALONE = ShardLayout(copies=1, shards=1)
 
 
 @dataclass(kw_only=True)
 class Search:
     """The forecasts so far; each trace is requested once."""
 
-    asked: PlanRequest
-    look: Look
+    request: PlanRequest
+    trace: Trace
+    model: TraceRecord  # its parameters, without steps
     forecasts: list[Forecast] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    model: TraceRecord | None = None  # the first trace
     traces: dict[TraceRequest, TraceRecord | TraceRefused] = field(default_factory=dict)
 
-    def run(self, ladder: Sequence[Candidate]) -> None:
+    def run(self, candidates: Sequence[Candidate]) -> None:
         """Forecast the candidates in order, until the simpler ones fit."""
-        for candidate in ladder:
-            if not self._is_needed(candidate):
+        for candidate in candidates:
+            if not self._is_needed(candidate) or self._is_skipped(candidate):
                 continue
-            if self.model is not None and self._is_too_large(candidate, self.model):
-                continue
-            for sized in batch_splits(candidate, self.asked):
-                forecast = self.forecast(sized)
+            for sized in batch_splits(candidate, self.request):
+                forecast = self._forecast(sized)
                 if forecast is None:
                     break
                 self.forecasts.append(forecast)
-                if not self._has_room_for_more(forecast):
+                if not _has_room_for_more(forecast):
                     break
 
     def _is_needed(self, candidate: Candidate) -> bool:
         """Return whether no simpler candidate makes this one unnecessary."""
-        fitting = [forecast for forecast in self.forecasts if forecast.fits]
         if candidate.cpu_offload:
-            on_device = [one for one in self.forecasts if not one.candidate.cpu_offload]
-            if any(forecast.probably_fits for forecast in on_device):
-                return False
-        if any(forecast.candidate.recompute != candidate.recompute for forecast in fitting):
-            return False  # it fits with less recomputation
-        if candidate.recompute != "none" and self.model is not None and self.model.blocks < 2:
+            for forecast in self.forecasts:
+                if forecast.probably_fits and not forecast.candidate.cpu_offload:
+                    return False
+        if candidate.recompute == "selective" and self.model.blocks < 2:
             return False  # there are no blocks to recompute
-        copies = [forecast for forecast in fitting if forecast.candidate.strategy == "ddp"]
-        if candidate.strategy == "fsdp" and copies:
-            best = max(copies, key=lambda forecast: forecast.samples_per_s)
-            return best.time is not None and best.time.waiting_share > _WORTH_SHARDING
-        return True
-
-    def _is_too_large(self, candidate: Candidate, model: TraceRecord) -> bool:
-        card = self.asked.hardware.card
-        least = estimate.states_bytes(model, candidate)
-        if least > card.memory_bytes:
-            why = (
-                f"its states alone need {format_bytes(least)}, and a {card.noun} has "
-                f"{format_bytes(card.memory_bytes)}"
-            )
-            self._skip(candidate_name(candidate), why, needs_bytes=least)
+        copies = []
+        for forecast in self.forecasts:
+            if forecast.fits and forecast.candidate.recompute != candidate.recompute:
+                return False  # it fits with less recomputation
+            if forecast.fits and forecast.candidate.strategy == "ddp":
+                copies.append(forecast)
+        if candidate.strategy != "fsdp" or not copies:
             return True
-        shards = candidate.layout.shards
-        share = estimate.gathered_share(model.parameters, shards)
-        if self.asked.strategy is None and shards > 1 and share > _MOST_GATHERED:
-            name = f"{candidate_name(candidate)} with {shards:,} shards"
-            self._skip(name, f"fewer rows than shards: gathers send {share:.1f} times the model")
+        fastest = max(copies, key=lambda forecast: forecast.samples_per_s)
+        return fastest.time is not None and fastest.time.waiting_share > _WORTH_SHARDING
+
+    def _is_skipped(self, candidate: Candidate) -> bool:
+        """Note why a candidate needs no trace; return False if it needs one."""
+        card, shards = self.request.hardware.card, candidate.layout.shards
+        least = estimate.states_bytes(self.model, candidate)
+        if least > card.memory_bytes:
+            self._skip(
+                candidate.name,
+                f"its states alone need {format_bytes(least)}, and a {card.noun} has "
+                f"{format_bytes(card.memory_bytes)}",
+            )
+            return True
+        gathered = shards * estimate.shard_elements(self.model, shards)
+        share = gathered / max(self.model.parameter_count, 1)
+        if self.request.strategy is None and shards > 1 and share > _MOST_GATHERED:
+            self._skip(
+                f"{candidate.name} with {shards:,} shards",
+                f"fewer rows than shards: gathers send {share:.1f} times the model",
+            )
             return True
         return False
 
-    def _skip(self, name: str, why: str, needs_bytes: int | None = None) -> None:
-        skipped = Skipped(name=name, why=why, needs_bytes=needs_bytes)
+    def _skip(self, name: str, why: str) -> None:
+        skipped = Skipped(name=name, why=why)
         if skipped not in self.skipped:
             self.skipped.append(skipped)
 
-    def _has_room_for_more(self, forecast: Forecast) -> bool:
-        """Return whether a larger micro-batch could fit, judged by what its samples take."""
-        if not forecast.fits:
-            return False
-        by_category = forecast.memory.by_category
-        samples = by_category["activations"] + by_category["logits"]
-        return forecast.spare_bytes > samples * 0.8
-
-    def forecast(self, candidate: Candidate) -> Forecast | None:
+    def _forecast(self, candidate: Candidate) -> Forecast | None:
         """Return the forecast of a candidate; None if it cannot be traced."""
-        records = self._records(candidate)
-        if isinstance(records, TraceRefused):
-            if self.model is None:
-                raise Impossible(records.what, why=records.why, fix=records.fix)
-            self._skip(candidate_name(candidate), records.what)
-            return None
-        self.model = self.model or records[0]
-        if self._is_too_large(candidate, self.model):
-            return None
-        hardware = self.asked.hardware
+        request, hardware = self.request, self.request.hardware
+        wanted = estimate.trace_requests(request.work, candidate, kernels=request.kernels)
+        missing = [trace for trace in wanted if trace not in self.traces]
+        self.traces.update(zip(missing, self.trace(missing), strict=True))
+        records = []
+        for traced in (self.traces[trace] for trace in wanted):
+            if isinstance(traced, TraceRefused):
+                if not self.forecasts:
+                    raise Impossible(traced.what, why=traced.why, fix=traced.fix)
+                self._skip(candidate.name, traced.what)
+                return None
+            records.append(traced)
         memory = estimate.predict_memory(records, candidate, hardware=hardware)
-        host = hardware.host_memory_bytes
+        host_bytes = hardware.host_memory_bytes or memory.host_bytes
         return Forecast(
             candidate=candidate,
             memory=memory,
             time=estimate.predict_time(records, candidate, hardware=hardware),
             spare_bytes=hardware.card.memory_bytes - memory.high_bytes,
-            host_spare_bytes=None if host is None else host - memory.host_bytes,
+            host_spare_bytes=host_bytes - memory.host_bytes,
         )
 
-    def _records(self, candidate: Candidate) -> list[TraceRecord] | TraceRefused:
-        asked = self.asked
-        wanted = estimate.trace_requests(asked.work, candidate, kernels=asked.kernels)
-        records = self._look(wanted)
-        if isinstance(records, TraceRefused):
-            return records
-        further = self._look(estimate.further_requests(records))
-        if isinstance(further, TraceRefused):
-            return further
-        return records + further
+    @property
+    def table(self) -> list[Forecast]:
+        """The best micro-batch of each candidate: those that fit, then the nearest."""
+        fitting, probable, missing = [], [], []
+        for forecast in self.forecasts:
+            if forecast.fits:
+                fitting.append(forecast)
+            elif forecast.probably_fits:
+                probable.append(forecast)
+            else:
+                missing.append(forecast)
+        missing.sort(key=lambda forecast: forecast.missing_bytes)
+        table: dict[Candidate, Forecast] = {}
+        for forecast in (*in_preference(fitting), *in_preference(probable), *missing):
+            spread = replace(forecast.candidate, micro_batch_size=1, accumulation=1)
+            table.setdefault(spread, forecast)
+        return list(table.values())
 
-    def _look(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord] | TraceRefused:
-        missing = [request for request in wanted if request not in self.traces]
-        if missing:
-            self.traces.update(zip(missing, self.look(missing), strict=True))
-        records = []
-        for request in wanted:
-            record = self.traces[request]
-            if isinstance(record, TraceRefused):
-                return record
-            records.append(record)
-        return records
+
+def _has_room_for_more(forecast: Forecast) -> bool:
+    """Return whether a larger micro-batch could fit, judged by what its samples take."""
+    by_category = forecast.memory.by_category
+    samples = by_category["activations"] + by_category["logits"]
+    return forecast.fits and forecast.spare_bytes > samples * _SAMPLES_SHARE
 
 
 # ---- the ladder
 
 
-def ladder(asked: PlanRequest) -> list[Candidate]:
+def ladder(request: PlanRequest) -> list[Candidate]:
     """Return the candidates from simple to complex, with the smallest micro-batch."""
-    spreads = [spread for spread in _spreads(asked) if _is_requested(spread, asked)]
-    if asked.work.load_in_4bit:
-        spreads = [spread for spread in spreads if spread.strategy != "fsdp"]
+    spreads = [spread for spread in _spreads(request) if _is_requested(spread, request)]
     if not spreads:
         names = ("strategy", "sharding", "shard_size", "cpu_offload")
-        fixed = [f"{name} {getattr(asked, name)}" for name in names if getattr(asked, name)]
+        fixed = [f"{name} {getattr(request, name)}" for name in names if getattr(request, name)]
         why = f"the request sets {', '.join(fixed)}"
-        if asked.work.load_in_4bit:
+        if request.work.load_in_4bit:
             why += "; FSDP cannot shard 4-bit weights"
+        cards = plural(request.hardware.cards, request.hardware.card.noun)
         raise Impossible(
-            "no strategy for "
-            f"{plural(asked.hardware.cards, asked.hardware.card.noun)} meets the request",
+            f"no strategy for {cards} meets the request",
             why=why,
             fix="leave one of these settings out",
         )
-    modes = RECOMPUTE if asked.recompute is None else (asked.recompute,)
+    modes = RECOMPUTE if request.recompute is None else (request.recompute,)
     candidates = []
     for offload in (False, True):
         for mode in modes:
@@ -193,79 +183,113 @@ def ladder(asked: PlanRequest) -> list[Candidate]:
     return candidates
 
 
-def _spreads(asked: PlanRequest) -> Iterator[Candidate]:
+def _spreads(request: PlanRequest) -> Iterator[Candidate]:
     """Yield how the model may be spread over all GPUs, the simplest first."""
-    precision, ranks = asked.precision.value, asked.hardware.cards
-    alone = ShardLayout(copies=1, shards=1)
-    if ranks == 1 or asked.strategy == "single":
-        yield Candidate(strategy="single", layout=alone, precision=precision)
+    precision, ranks = request.precision.value, request.hardware.cards
+    if ranks == 1 or request.strategy == "single":
+        yield Candidate(strategy="single", layout=_ALONE, precision=precision)
     else:
         copies = ShardLayout(copies=ranks, shards=1)
         yield Candidate(strategy="ddp", layout=copies, precision=precision)
-    layouts = list(_shard_layouts(asked, ranks))
     for offload in (False, True):
-        for layout in layouts:
-            plain = Candidate(
-                strategy="fsdp", layout=layout, precision=precision, cpu_offload=offload
-            )
-            if asked.sharding == "shard_grad_op":
-                yield replace(plain, reshard=False)
-            elif ranks > 1 or asked.strategy == "fsdp" or offload:
-                yield plain
+        for layout in _shard_layouts(request, ranks):
+            if ranks > 1 or request.strategy == "fsdp" or offload:
+                yield Candidate(
+                    strategy="fsdp",
+                    layout=layout,
+                    precision=precision,
+                    cpu_offload=offload,
+                    reshard=request.sharding != "shard_grad_op",
+                )
 
 
-def _shard_layouts(asked: PlanRequest, ranks: int) -> Iterator[ShardLayout]:
+def _shard_layouts(request: PlanRequest, ranks: int) -> Iterator[ShardLayout]:
     """Yield copies over machines, whose gathers stay within a machine, then shards over all."""
-    here, size = asked.hardware.cards_per_machine, asked.shard_size
+    here, size = request.hardware.cards_per_machine, request.shard_size
     if size is not None:
         if ranks % size == 0 and (size > 1 or ranks == 1):
             yield ShardLayout(copies=ranks // size, shards=size)
         return
-    machines = ranks // here
-    together = 1
-    while together < machines and here * together > 1:
-        if machines % together == 0:
-            yield ShardLayout(copies=machines // together, shards=here * together)
-        together *= 2
+    shards = here
+    while 1 < shards < ranks:
+        if ranks % shards == 0:
+            yield ShardLayout(copies=ranks // shards, shards=shards)
+        shards *= 2
     yield ShardLayout(copies=1, shards=ranks)
 
 
-def _is_requested(spread: Candidate, asked: PlanRequest) -> bool:
-    if asked.strategy is not None and spread.strategy != asked.strategy:
+def _is_requested(spread: Candidate, request: PlanRequest) -> bool:
+    if request.work.load_in_4bit and spread.strategy == "fsdp":
         return False
-    if asked.cpu_offload is not None and spread.cpu_offload != asked.cpu_offload:
+    if request.strategy is not None and spread.strategy != request.strategy:
+        return False
+    if request.cpu_offload is not None and spread.cpu_offload != request.cpu_offload:
         return False
     is_hybrid = spread.layout.copies > 1
-    if asked.sharding == "hybrid_shard":
+    if request.sharding == "hybrid_shard":
         return spread.strategy == "fsdp" and is_hybrid
-    if asked.sharding is not None or asked.shard_size is not None:
-        return spread.strategy == "fsdp" and (asked.shard_size is not None or not is_hybrid)
+    if request.sharding is not None or request.shard_size is not None:
+        return spread.strategy == "fsdp" and (request.shard_size is not None or not is_hybrid)
     return True
 
 
-def batch_splits(spread: Candidate, asked: PlanRequest) -> Iterator[Candidate]:
+def batch_splits(spread: Candidate, request: PlanRequest) -> Iterator[Candidate]:
     """Yield a candidate with every sensible micro-batch size, the smallest first."""
-    fixed = asked.micro_batch_size
-    if asked.global_batch_size is None:
-        sizes = [fixed] if fixed else [1, 2, 4, USUAL_MICRO_BATCH_SIZE]
-        for size in sizes:
+    fixed = request.micro_batch_size
+    if request.global_batch_size is None:
+        for size in (fixed,) if fixed else USUAL_SIZES:
             yield replace(spread, micro_batch_size=size)
         return
-    share = math.ceil(asked.global_batch_size / spread.layout.ranks)
-    sizes = [min(fixed, share)] if fixed else _divisors_and_powers(share)
-    for size in sizes:
-        yield replace(spread, micro_batch_size=size, accumulation=math.ceil(share / size))
-
-
-def _divisors_and_powers(share: int) -> list[int]:
-    sizes = []
+    share = math.ceil(request.global_batch_size / spread.layout.ranks)
     for size in range(1, share + 1):
-        if share % size == 0 or size & (size - 1) == 0:
-            sizes.append(size)
-    return sizes
+        is_sensible = share % size == 0 or size & (size - 1) == 0
+        if size == min(fixed, share) if fixed else is_sensible:
+            yield replace(spread, micro_batch_size=size, accumulation=math.ceil(share / size))
 
 
 # ---- the choice
+
+
+def make_plan(request: PlanRequest, trace: Trace) -> Answer:
+    """Return how to train; raise :class:`Impossible` with what would help if nothing fits."""
+    search = _searched(request, trace)
+    table = search.table
+    offers: list[Offer] = []
+    if not table or not table[0].probably_fits or table[0].candidate.cpu_offload:
+        offers += _offers(request, trace)
+    if not table or not table[0].probably_fits:
+        raise _refusal(search, offers)
+    best, card = table[0], request.hardware.card
+    reason = (
+        f"{best.candidate.describe(card.noun)}: {best.band_text} of "
+        f"{format_bytes(card.memory_bytes)} per {card.noun}"
+    )
+    for skipped in search.skipped:
+        if skipped.name == "ddp" and best.candidate.strategy == "fsdp":
+            reason += f"; ddp: {skipped.why}"
+    return Answer(
+        request=request,
+        chosen=Decision(value=best, reason=reason),
+        table=tuple(table),
+        skipped=tuple(search.skipped),
+        offers=tuple(offers),
+        findings=tuple(_findings(best, search)),
+        model=search.model,
+        traces=len(search.traces),
+    )
+
+
+def _searched(request: PlanRequest, trace: Trace) -> Search:
+    candidates = ladder(request)
+    plain = replace(candidates[0], strategy="single", layout=_ALONE, cpu_offload=False)
+    (model,) = trace([TraceRequest(
+        work=request.work, candidate=plain, blocks=3, kernels=request.kernels, steps=False
+    )])  # fmt: skip
+    if isinstance(model, TraceRefused):
+        raise Impossible(model.what, why=model.why, fix=model.fix)
+    search = Search(request=request, trace=trace, model=model)
+    search.run(candidates)
+    return search
 
 
 def in_preference(forecasts: Sequence[Forecast]) -> list[Forecast]:
@@ -276,8 +300,8 @@ def in_preference(forecasts: Sequence[Forecast]) -> list[Forecast]:
     remaining = sorted(forecasts, key=lambda forecast: -forecast.samples_per_s)
     ordered: list[Forecast] = []
     while remaining:
-        fastest = remaining[0].samples_per_s
-        equal = [one for one in remaining if one.samples_per_s * SAME_RATE >= fastest]
+        least = remaining[0].samples_per_s / SAME_RATE
+        equal = [forecast for forecast in remaining if forecast.samples_per_s >= least]
         ordered += sorted(equal, key=_preference)
         remaining = remaining[len(equal) :]
     return ordered
@@ -286,111 +310,37 @@ def in_preference(forecasts: Sequence[Forecast]) -> list[Forecast]:
 def _preference(forecast: Forecast) -> tuple[object, ...]:
     candidate = forecast.candidate
     card_bytes = forecast.spare_bytes + forecast.memory.high_bytes
-    modes = ("none", "selective", "full")
-    mode = 1 if isinstance(candidate.recompute, int) else modes.index(candidate.recompute)
     return (
         forecast.spare_bytes < _MARGIN * card_bytes,
         candidate.cpu_offload,
         ("single", "ddp", "fsdp").index(candidate.strategy),
         candidate.layout.copies == 1,  # hybrid keeps gathers within a machine
-        mode,
+        candidate.recompute != "none",
+        candidate.recompute == "full",
         candidate.accumulation,
-        -candidate.micro_batch_size if forecast.time is None else -forecast.samples_per_s,
+        -forecast.samples_per_s,
+        -candidate.micro_batch_size,
     )
-
-
-def make_plan(asked: PlanRequest, look: Look) -> Answer:
-    """Return how to train; raise :class:`Impossible` with what would help if nothing fits."""
-    search = Search(asked=asked, look=look)
-    search.run(ladder(asked))
-    table = _table(search.forecasts)
-    offers: list[Offer] = []
-    if not table or not table[0].probably_fits or table[0].candidate.cpu_offload:
-        offers += _offers(asked, look)
-    if not table or not table[0].probably_fits:
-        raise _refusal(search, table, offers)
-    assert search.model is not None, "there are forecasts"
-    best = table[0]
-    return Answer(
-        asked=asked,
-        chosen=Decision(value=best, reason=_reason(best, search)),
-        table=tuple(table),
-        skipped=tuple(search.skipped),
-        offers=tuple(offers),
-        findings=tuple(_findings(best, search)),
-        parameter_count=search.model.parameter_count,
-        tokens_per_sample=search.model.tokens_per_sample,
-        traces=len(search.traces),
-    )
-
-
-def _table(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Return the best micro-batch of each candidate: those that fit, then the nearest."""
-    fitting = in_preference([one for one in forecasts if one.fits])
-    probable = [one for one in forecasts if one.probably_fits and not one.fits]
-    missing = sorted(
-        (one for one in forecasts if not one.probably_fits), key=lambda one: one.missing_bytes
-    )
-    table: dict[Candidate, Forecast] = {}
-    for forecast in (*fitting, *in_preference(probable), *missing):
-        spread = replace(forecast.candidate, micro_batch_size=1, accumulation=1)
-        table.setdefault(spread, forecast)
-    return list(table.values())
-
-
-def describe_candidate(candidate: Candidate, noun: str) -> str:
-    """Describe a candidate: ``fsdp over 8 GPUs, micro-batch 2 x 4, bf16, recompute full``."""
-    batch = f"micro-batch {candidate.micro_batch_size}"
-    if candidate.accumulation > 1:
-        batch += f" x {candidate.accumulation}"
-    parts = [candidate_name(candidate), batch, candidate.precision]
-    if candidate.layout.ranks > 1:
-        parts[0] += f" over {plural(candidate.layout.ranks, noun)}"
-    if candidate.recompute != "none":
-        parts.append(f"recompute {recompute_of(candidate)}")
-    return ", ".join(parts)
-
-
-def band_text(forecast: Forecast) -> str:
-    """Return the expected memory with its band."""
-    memory = forecast.memory
-    return (
-        f"{format_bytes(memory.total_bytes)} (band {format_bytes(memory.low_bytes)} to "
-        f"{format_bytes(memory.high_bytes)})"
-    )
-
-
-def _reason(best: Forecast, search: Search) -> str:
-    card = search.asked.hardware.card
-    reason = (
-        f"{describe_candidate(best.candidate, card.noun)}: {band_text(best)} of "
-        f"{format_bytes(card.memory_bytes)} per {card.noun}"
-    )
-    for skipped in search.skipped:
-        if skipped.name == "ddp" and best.candidate.strategy == "fsdp":
-            return f"{reason}; ddp: {skipped.why}"
-    return reason
 
 
 def _findings(best: Forecast, search: Search) -> Iterator[Finding]:
-    asked = search.asked
-    noun = asked.hardware.card.noun
+    request, noun = search.request, search.request.hardware.card.noun
     if not best.fits:
+        lacking = max(-best.spare_bytes, -best.host_spare_bytes)
         yield Finding(
             name="tight",
             status=Status.WARNING,
             what=f"this may run out of memory: at the high end of the band a {noun} lacks "
-            f"{format_bytes(max(-best.spare_bytes, -(best.host_spare_bytes or 0)))}",
+            f"{format_bytes(lacking)}",
             fix="muster plan --find-batch-size on that hardware, or use more GPUs",
         )
     if best.time is None:
         yield Finding(
             name="not-timed",
             status=Status.NOTE,
-            what=f"no speed is forecast for {asked.hardware.card.name}",
+            what=f"no speed is forecast for {request.hardware.card.name}",
             fix="measure a few real steps there: muster plan --verify",
         )
-    assert search.model is not None, "there is a forecast"
     for warning in search.model.warnings:
         yield Finding(
             name="cpu-kernel",
@@ -398,7 +348,7 @@ def _findings(best: Forecast, search: Search) -> Iterator[Finding]:
             what=warning,
             fix="call it as torch.nn.functional does, or measure: muster plan --find-batch-size",
         )
-    batch, wanted = best.candidate.global_batch_size, asked.global_batch_size
+    batch, wanted = best.candidate.global_batch_size, request.global_batch_size
     if wanted is None:
         yield Finding(
             name="batch-left-open",
@@ -419,91 +369,86 @@ def _findings(best: Forecast, search: Search) -> Iterator[Finding]:
 # ---- what needs less memory
 
 
-def _offers(asked: PlanRequest, look: Look) -> Iterator[Offer]:
+def _offers(request: PlanRequest, trace: Trace) -> Iterator[Offer]:
     """Yield LoRA and QLoRA with their forecasts: they change what is trained, so none is chosen."""
-    work = asked.work
+    work = request.work
     if work.model_name_or_path is None:
         return
     for name, four_bit in (("LoRA", False), ("QLoRA", True)):
-        adapted = _adapted(work, asked, four_bit=four_bit)
-        if adapted == work or (work.load_in_4bit and not four_bit):
+        settings = _offered_settings(request, four_bit=four_bit)
+        adapted = _with_settings(request, settings)
+        if adapted.work == work or (work.load_in_4bit and not four_bit):
             continue
-        wished = replace(asked, work=adapted, cpu_offload=False)
-        if four_bit and asked.strategy == "fsdp":
-            wished = replace(wished, strategy=None, sharding=None, shard_size=None)
-        search = Search(asked=wished, look=look)
         try:
-            search.run(ladder(wished))
-        except Impossible as error:
-            search.skipped.append(Skipped(name=name, why=error.what))
-        table = _table(search.forecasts)
-        if table and search.model is not None:
+            search = _searched(adapted, trace)
+        except Impossible:  # peft or bitsandbytes is missing, or cannot adapt this model
+            continue
+        if search.table:
             yield Offer(
                 name=name,
-                forecast=table[0],
-                settings=_changed_settings(adapted, asked),
+                forecast=search.table[0],
+                settings=settings,
                 trained_count=search.model.trained_count,
             )
 
 
-def _adapted(work: Work, asked: PlanRequest, *, four_bit: bool) -> Work:
-    dtype = work.torch_dtype
-    if dtype in (None, "float32"):  # frozen weights lose nothing in 16 bits
-        dtype = _HALF.get(asked.precision.value, dtype)
-    rank = work.lora_rank or _LORA_RANK
-    return dataclasses.replace(work, lora_rank=rank, torch_dtype=dtype, load_in_4bit=four_bit)
+def _offered_settings(request: PlanRequest, *, four_bit: bool) -> dict[str, str]:
+    work = request.work
+    settings: dict[str, str] = {}
+    if work.lora_rank is None:
+        settings["model.lora_rank"] = str(_LORA_RANK)
+    if work.torch_dtype in (None, "float32") and request.precision.value != "fp32":
+        # Frozen weights lose nothing in 16 bits.
+        settings["model.torch_dtype"] = estimate.COMPUTE_TYPES[request.precision.value]
+    if four_bit:
+        settings["model.load_in_4bit"] = "true"
+        if request.strategy == "fsdp":
+            settings["distributed.strategy"] = "auto"
+    return settings
 
 
-def _changed_settings(work: Work, asked: PlanRequest) -> dict[str, str]:
-    changed: dict[str, str] = {}
-    if asked.work.lora_rank is None:
-        changed["model.lora_rank"] = str(work.lora_rank)
-    if work.torch_dtype != asked.work.torch_dtype:
-        changed["model.torch_dtype"] = str(work.torch_dtype)
-    if work.load_in_4bit:
-        changed["model.load_in_4bit"] = "true"
-        if asked.strategy == "fsdp":
-            changed["distributed.strategy"] = "auto"
-    return changed
-
-
-def offer_text(offer: Offer, noun: str) -> str:
-    """Describe an offer in one line."""
-    missing = ""
-    if not offer.forecast.probably_fits:
-        missing = f", {format_bytes(offer.forecast.missing_bytes)} too much"
-    return (
-        f"{offer.name} (trains {offer.trained_count / 1e6:,.1f} M parameters): "
-        f"{describe_candidate(offer.forecast.candidate, noun)}: {band_text(offer.forecast)}{missing}"
+def _with_settings(request: PlanRequest, settings: dict[str, str]) -> PlanRequest:
+    work = replace(
+        request.work,
+        lora_rank=request.work.lora_rank or _LORA_RANK,
+        torch_dtype=settings.get("model.torch_dtype", request.work.torch_dtype),
+        load_in_4bit="model.load_in_4bit" in settings,
     )
+    adapted = replace(request, work=work, cpu_offload=False)
+    if "distributed.strategy" in settings:
+        adapted = replace(adapted, strategy=None, sharding=None, shard_size=None)
+    return adapted
 
 
-def _refusal(search: Search, table: Sequence[Forecast], offers: Sequence[Offer]) -> Impossible:
+def _refusal(search: Search, offers: Sequence[Offer]) -> Impossible:
     """Return the error for a request that does not fit: what is missing, and what would help."""
-    asked = search.asked
-    card = asked.hardware.card
+    request = search.request
+    hardware, card = request.hardware, request.hardware.card
     hints = []
-    if table:
-        nearest = table[0]
-        what = describe_candidate(nearest.candidate, card.noun)
-        why = f"the nearest, {what}, needs {band_text(nearest)}: {format_bytes(nearest.missing_bytes)} too much"
-        if machines := _machines_needed(nearest, search):
-            cards = machines * asked.hardware.cards_per_machine
+    if search.table:
+        nearest = search.table[0]
+        why = (
+            f"the nearest, {nearest.candidate.describe(card.noun)}, needs {nearest.band_text}: "
+            f"{format_bytes(nearest.missing_bytes)} too much"
+        )
+        machines = _machines_needed(nearest, search)
+        if machines is not None:
+            each = hardware.cards_per_machine
             hints.append(
-                f"about {cards} x {card.name} (--hardware {machines}x{asked.hardware.cards_per_machine}x{card.name})"
+                f"about {machines * each} x {card.name} (--hardware {machines}x{each}x{card.name})"
             )
     else:
-        least = min(search.skipped, key=lambda skipped: skipped.needs_bytes or 0)
+        least = search.skipped[-1]  # of the candidate that spreads the states most
         why = f"{least.name}: {least.why}"
-    if asked.micro_batch_size not in (None, 1):
+    if request.micro_batch_size not in (None, 1):
         hints.append("a smaller train.micro_batch_size")
-    if asked.recompute == "none":
+    if request.recompute == "none":
         hints.append("--set train.activation_checkpointing=full")
     for offer in offers:
         if offer.forecast.probably_fits:
-            hints.append(f"{offer_text(offer, card.noun)}: {offer.flags}")
+            hints.append(f"{offer.describe(card.noun)}: {offer.flags}")
     return Impossible(
-        f"this training does not fit on {plural(asked.hardware.cards, card.noun)} with "
+        f"this training does not fit on {plural(hardware.cards, card.noun)} with "
         f"{format_bytes(card.memory_bytes)} each",
         why=why,
         fix="; or ".join(hints) or "use GPUs with more memory, or shorter samples",
@@ -512,17 +457,14 @@ def _refusal(search: Search, table: Sequence[Forecast], offers: Sequence[Offer])
 
 def _machines_needed(nearest: Forecast, search: Search) -> int | None:
     """Return how many machines fit, if the states of the nearest candidate are sharded further."""
-    asked, model = search.asked, search.model
-    candidate = nearest.candidate
-    if candidate.strategy == "single" or candidate.cpu_offload or model is None:
+    hardware, candidate = search.request.hardware, nearest.candidate
+    if candidate.strategy == "single" or candidate.cpu_offload:
         return None
-    states = estimate.states_bytes(model, candidate)
-    factor = estimate.RESERVED if estimate.caches_memory(asked.hardware) else 1.0
-    machines = asked.hardware.machines
+    states, _, _ = estimate.device_bytes(estimate.states_bytes(search.model, candidate), hardware)
+    machines = hardware.machines
     while machines < _MOST_MACHINES:
         machines *= 2
-        ranks = machines * asked.hardware.cards_per_machine
-        freed = factor * states * (1 - candidate.layout.shards / ranks)
+        freed = states * (1 - candidate.layout.shards / machines / hardware.cards_per_machine)
         if nearest.missing_bytes <= freed:
             return machines
     return None

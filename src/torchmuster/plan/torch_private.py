@@ -1,7 +1,7 @@
 """The private torch names that the planner uses, in addition to the ones that training uses."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -52,9 +52,6 @@ NAMES = (
     ),
     PrivateName("torch.nn.Module._parameters", "replace a parameter by one without memory"),
     PrivateName("torch.nn.Module._buffers", "replace a buffer by one without memory"),
-    PrivateName(
-        "torch.ops.aten.add.Tensor._schema", "identify the arguments that an operation writes"
-    ),
     PrivateName("torch.nn.Module._modules", "reduce a model to fewer layers, and restore them"),
     PrivateName(
         "torch.ops.aten._local_scalar_dense",
@@ -72,9 +69,6 @@ NAMES = (
         "torch.ops.aten._native_batch_norm_legit",
         "correct the dtype of the statistics of batch normalization",
     ),
-    PrivateName("torch.ops.c10d._allgather_base_", "count the bytes of an all-gather"),
-    PrivateName("torch.ops.c10d._reduce_scatter_base_", "count the bytes of a reduce-scatter"),
-    PrivateName("torch.ops.aten._unsafe_view", "identify this operation, which moves no memory"),
 )
 require(NAMES)
 
@@ -100,17 +94,6 @@ READ_VALUE = _aten._local_scalar_dense.default
 ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 BATCH_NORM = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
-# Operations that move no memory, by name.
-MOVE_NOTHING = ("_unsafe_view",)
-
-# Collectives by name.
-ALL_GATHER, REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
-
-
-def arguments_of(operation: Any) -> Sequence[Any]:
-    """Return the arguments of an operation from its schema."""
-    arguments: Sequence[Any] = operation._schema.arguments
-    return arguments
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -139,17 +122,14 @@ def backward_under_way() -> int | None:
 
 @contextmanager
 def paused_in_sharding_propagation(
-    pause: Callable[[], Any], go_on: Callable[[], Any]
+    pause: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Call these before and after each shape computation of DTensor."""
+    """Enter ``pause`` for each shape computation of DTensor, on tensors of the whole size."""
     computed = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def paused(*args: Any, **kwargs: Any) -> Any:
-        pause()
-        try:
+        with pause():
             return computed(*args, **kwargs)
-        finally:
-            go_on()
 
     ShardingPropagator._propagate_tensor_meta_non_cached = paused  # type: ignore[method-assign]
     try:

@@ -7,7 +7,7 @@ part.
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +27,7 @@ SHARES: Mapping[str, str] = {
     "idle": "other code, or idle",
 }
 _UNUSUAL_FROM = 1.5  # times the median step
-_STRAGGLER_STEPS = 0.75  # share of the steps in which the same rank is last
-_STRAGGLER_LATE = 0.08  # share of the step
+_STRAGGLER_LATE = 0.08  # of the step, in the median of the steps
 _WORKER_HEADROOM = 1.25
 _MOST_WORKERS = 16
 
@@ -42,7 +41,7 @@ class SlowRank:
     rank: int
     phase: str  # in which it is slower than the others
     longer_s: float  # in that phase, per step
-    late_s: float  # after the second to last rank, per step
+    late_s: float  # after the second to last rank, in the median of the steps
     last_in: int  # number of steps in which it was last
     of_steps: int
     step_s: float
@@ -54,9 +53,8 @@ class SlowRank:
 
     @property
     def matters(self) -> bool:
-        """Whether it is consistently the same rank, with a relevant delay."""
-        steady = self.last_in >= _STRAGGLER_STEPS * self.of_steps
-        return steady and self.late_s >= _STRAGGLER_LATE * self.step_s
+        """Whether it is late in the usual step: other load on the hosts delays any rank at times."""
+        return self.late_s >= _STRAGGLER_LATE * self.step_s
 
 
 @dataclass(frozen=True)
@@ -246,35 +244,31 @@ class Profile:
         waiting = any(any(step.values()) for step in waited)
         if not waiting or len(waited[0]) < 2:
             return None
-        last = Counter(min(step, key=lambda rank: step[rank]) for step in waited)
-        rank, last_in = last.most_common(1)[0]
-        late_s = []
-        for times_s in waited:
-            rest = [seconds for other, seconds in times_s.items() if other != rank]
-            late_s.append(min(rest) - times_s[rank])
+        late_s = {rank: _late_s(rank, waited) for rank in waited[0]}
+        rank = max(late_s, key=lambda rank: late_s[rank])
         behind = self._behind(rank)
         phase = max(behind, key=lambda name: behind[name])
+        if self.device_places:
+            step_s = max(sum(shares.values()) for shares in self.shares)
+        else:
+            longest = [max(own.took_s for own in step.values()) for step in self.steps]
+            step_s = statistics.median(longest)
         return SlowRank(
             rank=rank,
             phase=phase,
             longer_s=behind[phase],
-            late_s=max(statistics.fmean(late_s), 0.0),
-            last_in=last_in,
+            late_s=max(late_s[rank], 0.0),
+            last_in=sum(min(step.values()) == step[rank] for step in waited),
             of_steps=len(waited),
-            step_s=self._longest_s(),
+            step_s=step_s,
         )
 
-    def _longest_s(self) -> float:
-        if self.device_places:
-            return max(sum(shares.values()) for shares in self.shares)
-        return self.step_s
-
     def phase_s(self, rank: int, phase: str) -> float:
-        """Return the time of a phase on a rank, without waiting for other ranks."""
+        """Return the usual time of a phase on a rank, without waiting for other ranks."""
         place = [facts.rank for facts in self.facts].index(rank)
         if self.device_places:
             return self.shares[place][phase]
-        return self.mean(lambda own: own.own_s(phase), rank)
+        return statistics.median(step[rank].own_s(phase) for step in self.steps)
 
     def _behind(self, rank: int) -> dict[str, float]:
         """Return by phase how much longer a rank takes than the median of the other ranks."""
@@ -285,3 +279,12 @@ class Profile:
             usual_s = statistics.median(self.phase_s(other, phase) for other in rest)
             behind[phase] = self.phase_s(rank, phase) - usual_s
         return behind
+
+
+def _late_s(rank: int, waited: Sequence[Mapping[int, float]]) -> float:
+    """Return how long after the second to last rank a rank comes, in the median of the steps."""
+    late = []
+    for times_s in waited:
+        rest = [seconds for other, seconds in times_s.items() if other != rank]
+        late.append(min(rest) - times_s[rank])
+    return statistics.median(late)

@@ -12,7 +12,7 @@ from torchmuster.plan.estimate import ITEM_BYTES
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.fake_process_group import fake_process_group, forget_values
-from torchmuster.plan.probes.live_storage import LiveStorages
+from torchmuster.plan.probes.step_tracer import StepTracer
 from torchmuster.plan.probes.trace import trace
 from torchmuster.plan.record import TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
@@ -64,7 +64,7 @@ def test_a_layer_without_memory_has_the_bytes_of_a_real_one() -> None:
     assert weight.dtype is torch.uint8
     traced = layers("meta")
     four_bit.replace_linear_layers(traced, torch.bfloat16)
-    with fake_process_group(1, ranks_per_machine=1, reduced=lambda bucket, ranks: None) as world:
+    with fake_process_group(1, ranks_per_machine=1, reduced=lambda bucket: None) as world:
         forget_values(traced, world)
         four_bit.quantize_without_memory(traced)
         assert states_bytes(traced) == states_bytes(real)
@@ -83,7 +83,7 @@ def test_a_product_in_single_operations_is_that_of_bitsandbytes(rows: int) -> No
     given = torch.randn(rows, 128, dtype=torch.bfloat16, requires_grad=True)
     expected = real(given)
     (gradient,) = torch.autograd.grad(expected.sum(), given)
-    seen = LiveStorages(answer=lambda _: None, on_host=True)
+    seen = StepTracer(on_host=True)
     with seen.followed():
         found = real(given)
         (followed,) = torch.autograd.grad(found.sum(), given)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from torchmuster.plan.probes import real_steps
-from torchmuster.plan.probes.live_storage import tensor_memory
-from torchmuster.plan.probes.real_steps import LimitedStorages
+from torchmuster.plan.probes.real_steps import peaks_of_tensors
 from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.units import MiB
 
@@ -17,9 +16,9 @@ CPU = torch.device("cpu")
 
 def test_too_much_is_refused_as_an_accelerator_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_steps, "_FREED_WITHIN_S", 0.01)
-    with tensor_memory(CPU, LimitedStorages(3 * MiB)) as look:
+    with peaks_of_tensors(CPU, 3 * MiB) as read_peak:
         tensor = torch.zeros(2 * MiB, dtype=torch.uint8)
-        assert look().peak_bytes == 2 * MiB
+        assert read_peak() == 2 * MiB
         with pytest.raises(torch.OutOfMemoryError) as refused:
             torch.zeros(2 * MiB, dtype=torch.uint8)
         assert tensor.numel() == 2 * MiB
@@ -31,10 +30,11 @@ def test_memory_that_a_thread_frees_late_is_waited_for(monkeypatch: pytest.Monke
     """gloo's threads hold what they send for a moment after the collective has returned."""
     monkeypatch.setattr(real_steps, "_FREED_WITHIN_S", 60.0)
     held: list[torch.Tensor] = []
-    with tensor_memory(CPU, LimitedStorages(3 * MiB)) as look:
+    with peaks_of_tensors(CPU, 3 * MiB) as read_peak:
         held.append(torch.zeros(2 * MiB, dtype=torch.uint8))
         late = threading.Timer(0.05, held.clear)
         late.start()
         torch.zeros(2 * MiB, dtype=torch.uint8)
         late.join()
-        assert look().live_bytes == 0
+        read_peak()
+        assert read_peak() == 0

@@ -280,7 +280,7 @@ def test_full_recomputation_repeats_the_forward_of_the_blocks(llama: Work) -> No
 def test_shards_take_their_part_of_the_states(llama: Work) -> None:
     alone = trace(TraceRequest(work=llama, candidate=single(), blocks=3))
     record = trace(TraceRequest(work=llama, candidate=fsdp(1, 8), blocks=3))
-    assert (record.blocks_traced, record.blocks, record.blocks_alike) == (3, 4, True)
+    assert (record.blocks_traced, record.blocks) == (3, 4)
     # 300 rows of the vocabulary are no multiple of 8: rank 0 has 38 of them, twice
     padding = 2 * (38 * 8 - 300) * 64 * 4
     states = [one.peaks[0].by_category["optimizer"] for one in (alone, record)]
@@ -302,8 +302,8 @@ def test_ddp_reduces_its_gradients_once(llama: Work) -> None:
     candidate = Candidate(strategy="ddp", layout=ShardLayout(copies=4, shards=1), accumulation=2)
     record = trace(TraceRequest(work=llama, candidate=candidate))
     weights = record.peaks[0].by_category["parameters"]
-    assert record.costs["last"].sent_bytes["all"] == pytest.approx(2 * weights, rel=0.01)
-    assert record.costs["first"].sent_bytes.get("all", 0) < 0.01 * weights
+    assert record.costs["last"].sent_bytes["copies"] == pytest.approx(2 * weights, rel=0.01)
+    assert record.costs["first"].sent_bytes.get("copies", 0) < 0.01 * weights
 
 
 @pytest.mark.nightly
@@ -454,9 +454,9 @@ def test_what_reads_values_is_refused_by_name(own: Work, snapshot: SnapshotAsser
     request = TraceRequest(work=work, candidate=candidate)
     with pytest.raises(Impossible) as caught:
         trace(request)
-    assert "in blocks.2, forward" in caught.value.what
+    module = str(own.build).partition(":")[0]
+    assert f"without values at {module}.py:13, forward" in caught.value.what
     assert caught.value.why.startswith("aten._local_scalar_dense.default (.item(), ")
-    assert caught.value.what == snapshot
     assert caught.value.fix == snapshot
     told = answer(msgspec.json.encode(request))
     assert told["refused"]["what"] == caught.value.what

@@ -17,7 +17,6 @@ from torchmuster.config.resolve import resolve_settings
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.errors import Impossible
-from torchmuster.plan import estimate
 from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.record import TraceRecord, TraceRequest
@@ -42,7 +41,7 @@ class NoTracer:
 
     def records(self, requests: list[TraceRequest]) -> list[TraceRecord]:
         """Return made-up records."""
-        return self.model.look(requests)
+        return self.model.trace(requests)
 
 
 @pytest.fixture
@@ -91,12 +90,10 @@ def test_the_written_settings_are_ones_that_train_takes(plan: Plan, tmp_path: Pa
 
 
 def test_json_has_everything(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--hardware", "8xH100", "--tokens", "1T", "--price", "2.5", "--json")
-    assert plan(*MODEL, *words) == 0
+    assert plan(*MODEL, "--hardware", "8xH100", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is True
     assert document["chosen"]["name"] == "fsdp"
-    assert document["price"] == pytest.approx(8 * 2.5 * document["hours"])
     size = document["chosen"]["candidate"]["micro_batch_size"]
     assert document["settings"]["train.micro_batch_size"] == str(size)
 
@@ -145,9 +142,6 @@ def test_what_cannot_be_had_is_refused_before_anything_is_traced(
     with pytest.raises(Impossible, match="--find-batch-size") as refused:
         plan(*MODEL, "--hardware", "8xH100", "--find-batch-size")
     assert refused.value == snapshot(name="--find-batch-size")
-    for flags in (("--tokens", "many"), *(("--price", one) for one in ("nan", "-3", "inf", "x"))):
-        with pytest.raises(SystemExit):
-            plan(*MODEL, "--hardware", "8xH100", *flags)
     assert not NoTracer.model.traced
 
 
@@ -245,17 +239,6 @@ def test_hosts_that_a_plan_does_not_look_at_are_told(
     assert found["other-machines"] == snapshot
     assert plan(*MODEL, "--hardware", "2x8xH100", *hosts) == 0
     assert "other-machines" not in capsys.readouterr().out
-
-
-def test_a_cost_in_tokens_is_left_out_where_no_speed_is_known(
-    plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimate, "predict_time", lambda *a, **b: None)
-    words = ("--hardware", "8xH100", "--tokens", "1T", "--price", "2", "--json")
-    assert plan(*MODEL, *words) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["price"] is None
-    assert "no-cost" in [finding["name"] for finding in document["findings"]]
 
 
 def test_transformers_is_missed_before_a_trace(

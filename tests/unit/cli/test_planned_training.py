@@ -40,7 +40,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
             pass
 
         def records(self, requests: list[TraceRequest]) -> list[TraceRecord]:
-            return model.look(requests)
+            return model.trace(requests)
 
     machine = Node(hostname="m", taken_unix_s=0.0, accelerators=CARDS, cpu=CPU)
     monkeypatch.setattr(planned_training, "Tracer", NoTracer)

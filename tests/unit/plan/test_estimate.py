@@ -16,19 +16,19 @@ MODEL = MadeUpModel()
 
 def memory(candidate: Candidate, **on: int) -> estimate.Memory:
     requests = estimate.trace_requests(WORK, candidate, kernels="cuda")
-    return estimate.predict_memory(MODEL.look(requests), candidate, hardware=hardware(**on))
+    return estimate.predict_memory(MODEL.trace(requests), candidate, hardware=hardware(**on))
 
 
 def time(candidate: Candidate, **on: int) -> estimate.StepTime:
     requests = estimate.trace_requests(WORK, candidate, kernels="cuda")
-    found = estimate.predict_time(MODEL.look(requests), candidate, hardware=hardware(**on))
+    found = estimate.predict_time(MODEL.trace(requests), candidate, hardware=hardware(**on))
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize(
     "candidate",
-    [fsdp(), fsdp(micro_batch_size=5), fsdp(64, recompute="full"), fsdp(512, micro_batch_size=2)],
+    [fsdp(), fsdp(micro_batch_size=5), fsdp(64, recompute="full"), fsdp(512, micro_batch_size=20)],
 )
 def test_a_few_blocks_give_the_whole_model(candidate: Candidate) -> None:
     whole = MODEL.record(TraceRequest(work=WORK, candidate=candidate))
@@ -40,16 +40,14 @@ def test_a_few_blocks_give_the_whole_model(candidate: Candidate) -> None:
 
 def test_few_traces_are_needed() -> None:
     assert len(estimate.trace_requests(WORK, fsdp(), kernels="cuda")) == 2
-    assert len(estimate.trace_requests(WORK, fsdp(micro_batch_size=7), kernels="cuda")) == 4
-    assert len(estimate.trace_requests(WORK, fsdp(micro_batch_size=7), kernels="cpu")) == 2
+    assert len(estimate.trace_requests(WORK, fsdp(micro_batch_size=7), kernels="cuda")) == 2
+    assert len(estimate.trace_requests(WORK, fsdp(micro_batch_size=99), kernels="cuda")) == 4
 
 
-def test_every_n_th_block_needs_the_same_remainder() -> None:
-    candidate = fsdp(recompute=3)
-    (request, *_) = estimate.trace_requests(WORK, candidate, kernels="cuda")
-    record = replace(MadeUpModel(blocks=31).record(replace(request, candidate=fsdp())))
-    further = estimate.further_requests([replace(record, request=request)])
-    assert [request.blocks for request in further] == [10]
+def test_where_every_n_th_block_is_recomputed_the_whole_model_is_traced() -> None:
+    requests = estimate.trace_requests(WORK, fsdp(recompute=3), kernels="cuda")
+    assert [request.blocks for request in requests] == [None]
+    assert memory(fsdp(recompute=3)).tensor_bytes > 0
 
 
 def test_the_band_is_around_a_constant_factor() -> None:
@@ -66,13 +64,12 @@ def test_the_inputs_of_later_micro_batches_wait_on_the_device() -> None:
     assert ten - two == 8 * 8192
 
 
-def test_states_are_sharded_and_a_checkpoint_is_whole() -> None:
+def test_states_are_sharded() -> None:
     record = MODEL.record(TraceRequest(work=WORK, candidate=fsdp()))
     assert estimate.states_bytes(record, fsdp()) == 16 * MODEL.parameters // 8
     assert estimate.states_bytes(record, fsdp(cpu_offload=True)) == 0
     kept = estimate.states_bytes(record, fsdp(reshard=False))
     assert kept == 16 * MODEL.parameters // 8 + 2 * MODEL.parameters
-    assert memory(fsdp()).checkpoint_bytes == pytest.approx(12 * MODEL.parameters, rel=1e-3)
 
 
 def test_offload_uses_the_host() -> None:
@@ -86,8 +83,7 @@ def test_products_and_links_decide_the_time() -> None:
     assert 1.7 < twice.step_s / once.step_s <= 2.0
     assert time(fsdp(micro_batch_size=2, recompute="full")).step_s > 1.2 * once.step_s
     across = time(fsdp(16), machines=2)
-    assert across.communication_s > time(fsdp()).communication_s
-    assert 0.1 < (once.mfu or 0.0) < 0.7
+    assert across.waiting_share > time(fsdp()).waiting_share
 
 
 def test_accumulation_repeats_a_micro_batch() -> None:
@@ -97,15 +93,16 @@ def test_accumulation_repeats_a_micro_batch() -> None:
 
 def test_unknown_rates_give_no_time() -> None:
     candidate = Candidate(strategy="single", layout=ONE)
-    records = MODEL.look(estimate.trace_requests(WORK, candidate, kernels="cuda"))
+    records = MODEL.trace(estimate.trace_requests(WORK, candidate, kernels="cuda"))
     unknown = replace(hardware(), card=replace(hardware().card, bandwidth_bytes_s=None))
     assert estimate.predict_time(records, candidate, hardware=unknown) is None
 
 
 def test_padding_rows_are_gathered() -> None:
     record = MODEL.record(TraceRequest(work=WORK, candidate=fsdp()))
-    assert estimate.gathered_share(record.parameters, 8) == 1.0
-    assert estimate.gathered_share(record.parameters, 8192 * 2) == 2.0
+    whole = estimate.shard_elements(record, 1)
+    assert 8 * estimate.shard_elements(record, 8) == whole
+    assert 8192 * 2 * estimate.shard_elements(record, 8192 * 2) == 2 * whole
 
 
 def test_groups_have_buffers_outside_of_the_allocator() -> None:

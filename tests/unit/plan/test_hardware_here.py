@@ -117,7 +117,7 @@ def test_of_cards_that_differ_each_figure_is_the_least(snapshot: SnapshotAsserti
     assert mixed.card.name == "RTX-3090 and RTX-4090"
     assert mixed.assumed == snapshot
     joined = of(node(card(0, "NVIDIA A100-SXM4-80GB", 79), card(1, "NVIDIA A100 80GB PCIe", 79)))
-    assert joined.within.bytes_s == 32e9
+    assert joined.within_bytes_s == 32e9
 
 
 def test_what_one_of_them_is_not_known_for_is_not_known() -> None:

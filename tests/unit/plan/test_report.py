@@ -8,7 +8,7 @@ from made_up_plans import MadeUpModel, hardware, question
 from torchmuster.plan.report import plan_json, plan_text, short_number
 from torchmuster.plan.search import make_plan
 
-ANSWER = make_plan(question(hardware(), tokens=10**12), MadeUpModel(sample_gib=30).look)
+ANSWER = make_plan(question(hardware()), MadeUpModel(sample_gib=30).trace)
 
 
 def test_choice_and_band_are_in_the_first_three_of_at_most_twenty_lines() -> None:
@@ -19,12 +19,11 @@ def test_choice_and_band_are_in_the_first_three_of_at_most_twenty_lines() -> Non
     assert lines[1].startswith("speed   rough: ")
     assert "tokens/s (band " in lines[1]
     assert lines[-1] == "  muster train"
-    assert any(line.startswith("total ") for line in lines)
 
 
 def test_details_have_the_parts_of_the_memory_and_their_sources() -> None:
     text = plan_text(ANSWER, line="muster train", details=True)
-    for words in ("activations", "x tensors", "NCCL", "skipped ddp: ", "a checkpoint takes"):
+    for words in ("activations", "x tensors", "NCCL", "skipped ddp: "):
         assert words in text
 
 
@@ -34,7 +33,6 @@ def test_json_has_everything() -> None:
     assert document["chosen"]["name"] == "fsdp"
     assert document["chosen"]["memory"]["low_bytes"] < document["chosen"]["memory"]["high_bytes"]
     assert document["settings"] == {"a": "b"}
-    assert document["hours"] > 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from made_up_plans import WORK, MadeUpModel, fsdp, hardware, question
 from torchmuster.errors import Impossible
 from torchmuster.plan import search
-from torchmuster.plan.answer import Answer, Forecast, candidate_name
+from torchmuster.plan.answer import Answer, Forecast
 from torchmuster.plan.estimate import Memory
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
@@ -19,7 +19,7 @@ HUB = replace(WORK, build=None, model_name_or_path="owner/name")
 
 
 def plan(request: PlanRequest, model: MadeUpModel | None = None) -> Answer:
-    return search.make_plan(request, (model or MadeUpModel()).look)
+    return search.make_plan(request, (model or MadeUpModel()).trace)
 
 
 def chosen(answer: Answer) -> Candidate:
@@ -28,19 +28,19 @@ def chosen(answer: Answer) -> Candidate:
 
 def test_a_small_model_is_copied() -> None:
     answer = plan(question(), MadeUpModel(parameters=1_000_000_000, sample_gib=1))
-    assert candidate_name(chosen(answer)) == "ddp"
+    assert chosen(answer).name == "ddp"
     assert chosen(answer).recompute == "none"
     assert chosen(answer).layout.ranks == 8
 
 
 def test_one_gpu_needs_no_strategy() -> None:
     answer = plan(question(hardware(cards=1)), MadeUpModel(parameters=1_000_000_000, sample_gib=1))
-    assert candidate_name(chosen(answer)) == "single"
+    assert chosen(answer).name == "single"
 
 
 def test_states_that_do_not_fit_are_sharded() -> None:
     answer = plan(question())
-    assert candidate_name(chosen(answer)) == "fsdp"
+    assert chosen(answer).name == "fsdp"
     assert [skipped.name for skipped in answer.skipped] == ["ddp"]
     assert "its states alone need 104 GiB" in answer.skipped[0].why
     assert "ddp" in answer.chosen.reason
@@ -57,12 +57,12 @@ def test_the_search_stops_when_simple_candidates_fit() -> None:
     plan(question(), model)
     modes = {request.candidate.recompute for request in model.traced}
     assert modes == {"none", "selective"}
-    assert len(model.traced) <= 8
+    assert len(model.traced) <= 9
 
 
 def test_several_machines_keep_shards_within_a_machine() -> None:
     answer = plan(question(hardware(machines=4)))
-    assert candidate_name(chosen(answer)) == "hybrid 4 x 8"
+    assert chosen(answer).name == "hybrid 4 x 8"
 
 
 def test_offload_is_the_last_resort_and_comes_with_offers() -> None:
@@ -108,7 +108,7 @@ def test_the_request_is_kept() -> None:
         strategy="fsdp", sharding="shard_grad_op", recompute="full", micro_batch_size=3
     )
     candidate = chosen(plan(fixed))
-    assert candidate_name(candidate) == "shard_grad_op"
+    assert candidate.name == "shard_grad_op"
     assert (candidate.recompute, candidate.micro_batch_size) == ("full", 3)
     with pytest.raises(Impossible, match="no strategy for 8 GPUs"):
         plan(question(strategy="ddp", shard_size=4))
@@ -143,13 +143,10 @@ def forecast(candidate: Candidate, *, step_s: float, spare_gib: float) -> Foreca
         low_bytes=high,
         high_bytes=high,
         host_bytes=0,
-        checkpoint_bytes=0,
     )
     time = search.estimate.StepTime(
         step_s=step_s,
         compute_s=step_s,
-        communication_s=0.0,
-        mfu=None,
         samples_per_s=8 / step_s,
         tokens_per_s=None,
     )
@@ -158,7 +155,7 @@ def forecast(candidate: Candidate, *, step_s: float, spare_gib: float) -> Foreca
         memory=memory,
         time=time,
         spare_bytes=whole - high,
-        host_spare_bytes=None,
+        host_spare_bytes=0,
     )
 
 

@@ -31,10 +31,10 @@ for line in sys.stdin:
         time.sleep(0.01)
     answer = {"refused": {"what": "cannot", "why": "because", "fix": "do"}}
     if blocks != 14:
-        peak = {"phase": "forward", "micro_batch": 0, "block": None, "after_block": None,
+        peak = {"phase": "forward", "micro_batch": 0, "block": None,
                 "peak_bytes": blocks, "by_category": {}}
         answer = {"record": {"request": request, "blocks_traced": blocks, "blocks": blocks,
-            "blocks_alike": True, "parameters": [], "parameter_count": 1, "trained_count": 1,
+            "parameters": [], "parameter_count": 1, "trained_count": 1,
             "tokens_per_sample": None, "input_bytes": 0, "host_bytes": 0, "peaks": [peak], "costs": {}}}
     print("x" if blocks == 16 else json.dumps(answer), flush=True)
 """

@@ -5,7 +5,7 @@ import pytest
 from made_up_plans import fsdp, hardware
 from torchmuster.errors import Impossible
 from torchmuster.finding import Status
-from torchmuster.plan.proof.real_ranks import Outcome, RankSteps
+from torchmuster.plan.proof.real_ranks import RankSteps
 from torchmuster.plan.proof.trials import (
     Trial,
     batch_size_finding,
@@ -17,8 +17,14 @@ from torchmuster.units import GiB
 
 
 def trial(size: int, *, fits: bool) -> Trial:
-    rank = RankSteps(rank=0, device="cuda:0", peaks_bytes=(GiB,), limit_bytes=2 * GiB)
-    return Trial(micro_batch_size=size, outcome=Outcome(ranks=(rank,), ran_out=not fits))
+    rank = RankSteps(
+        rank=0,
+        device="cuda:0",
+        ran_out="" if fits else "out of memory",
+        peaks_bytes=(GiB,),
+        limit_bytes=2 * GiB,
+    )
+    return Trial(micro_batch_size=size, ranks=[rank])
 
 
 @pytest.mark.parametrize(

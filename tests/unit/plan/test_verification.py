@@ -30,9 +30,7 @@ def measured(memory_gib: float, step_s: float) -> list[RankSteps]:
 def test_more_memory_than_planned_is_a_failure(
     memory_gib: float, step_s: float, statuses: list[Status]
 ) -> None:
-    predicted = verification.Predicted(
-        work=WORK, candidate=fsdp(2), blocks=None, tensor_bytes=10 * GiB, step_s=1.0
-    )
+    predicted = verification.Predicted(candidate=fsdp(2), tensor_bytes=10 * GiB, step_s=1.0)
     findings = list(verification.findings_of(predicted, measured(memory_gib, step_s)))
     assert [finding.status for finding in findings] == statuses
 
@@ -40,12 +38,12 @@ def test_more_memory_than_planned_is_a_failure(
 def test_a_plan_for_other_hardware_is_verified_with_a_few_layers() -> None:
     model = MadeUpModel(sample_gib=8)
     substitute = verification.substitute_model(
-        WORK, fsdp(64), here=hardware(cards=2), ranks=2, look=model.look
+        WORK, fsdp(64), here=hardware(cards=2), trace=model.trace
     )
     assert substitute.blocks == 4
     assert substitute.candidate.layout.shards == 2
-    assert substitute.instead.startswith("4 of 32 layers, fsdp on 2 ranks of made-up")
+    assert substitute.substitute.startswith("4 of 32 layers, fsdp on 2 ranks of made-up")
     with pytest.raises(Impossible, match="cannot be verified"):
         verification.substitute_model(
-            WORK, fsdp(64), here=hardware(cards=2, memory_gib=1), ranks=2, look=model.look
+            WORK, fsdp(64), here=hardware(cards=2, memory_gib=1), trace=model.trace
         )

@@ -122,6 +122,19 @@ def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
     assert "straggler" not in " ".join(one.name for one in find_causes(Profile(mixed)))
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_load_of_other_programs_does_not_hide_a_straggler(phase: str) -> None:
+    slow = {f"{phase}_s": HEALTHY[f"{phase}_s"] + 0.030}
+    quiet, loaded = ranks(HEALTHY, slow), ranks({"forward_s": 0.13}, slow)
+    disturbed = [
+        rank(at, steps=[other.steps[n] if n % 5 < 2 else one.steps[n] for n in range(10)])
+        for at, (one, other) in enumerate(zip(quiet, loaded, strict=True))
+    ]
+    advice = first(disturbed)
+    assert advice.name == f"straggler-{phase}"
+    assert "rank 1" in advice.finding.what
+
+
 def test_values_read_to_the_host(snapshot: SnapshotAssertion) -> None:
     reads = {"reads_s": 0.030, "reads": 12}
     advice = first(ranks(reads, reads))

@@ -37,25 +37,15 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """The cost of a message: a latency, and its bytes over a rate, in each direction."""
-
-    latency_s: float
-    bytes_s: float
-    source: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """A number of identical machines."""
 
     card: Gpu
     machines: int
     cards_per_machine: int
-    within: Link  # between two GPUs of a machine
-    between: Link  # of one GPU, to another machine
+    within_bytes_s: float  # between two GPUs of a machine, in each direction
+    between_bytes_s: float  # of one GPU, to another machine
     host_memory_bytes: int | None = None  # of one machine
-    price_per_card_hour: float | None = None
     assumed: tuple[str, ...] = ()  # assumptions, as sentences for the user
 
     @property
@@ -69,7 +59,8 @@ class KnownGpu:
     """A GPU and its usual machine. Link rates are for one direction."""
 
     card: Gpu
-    within: Link
+    within_bytes_s: float
+    has_nvlink: bool  # usually
     network_bytes_s: float
     network_is_shared: bool  # by the whole machine; otherwise every GPU has its own
     words: frozenset[str]  # all of them occur in the driver's name of the GPU
@@ -97,11 +88,8 @@ def _known(entry: Mapping[str, Any], link: Mapping[str, Any]) -> KnownGpu:
             source=entry["source"],
             number_types=tuple(sorted(rates)),
         ),
-        within=Link(
-            latency_s=link["latency_s"],
-            bytes_s=link["bandwidth"] * _GIGA,
-            source=f"{link['within']}: peak rate in one direction, not verified",
-        ),
+        within_bytes_s=link["bandwidth"] * _GIGA,
+        has_nvlink=link.get("nvlink", False),
         network_bytes_s=link["network_gbits"] * _GBIT,
         network_is_shared=link.get("network_is_shared", False),
         words=_words(entry["words"]),

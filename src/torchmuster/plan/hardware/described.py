@@ -4,11 +4,9 @@ import re
 
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
-from torchmuster.plan.hardware.catalogue import Hardware, Link
+from torchmuster.plan.hardware.catalogue import Hardware
 
 _COUNTED = re.compile(r"(\d{1,7})\s*[x×*]\s*(?:(\d{1,7})\s*[x×*]\s*)?(\S.*)", re.IGNORECASE)
-# Latency of a network step in NCCL's model (src/graph/tuning.cc, Ring LL128).
-_NETWORK_LATENCY_S = 4.0e-6
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -26,7 +24,15 @@ def parse_hardware(text: str) -> Hardware:
         )
     if second is not None:
         return hardware_of(name, machines=first, cards_per_machine=int(second))
-    return _spread(name, first)
+    usual = catalogue.known_gpu(name).cards_per_machine
+    # One machine can have more than the usual number, except where a GPU is a whole machine.
+    if first == 1 or (usual > 1 and first <= max(usual, 8)):
+        return hardware_of(name, machines=1, cards_per_machine=first)
+    each = usual
+    while first % each:
+        each -= 1
+    assumed = f"{first} GPUs are assumed to be {first // each} machines with {each} each"
+    return hardware_of(name, machines=first // each, cards_per_machine=each, assumed=(assumed,))
 
 
 def hardware_of(
@@ -34,49 +40,31 @@ def hardware_of(
 ) -> Hardware:
     """Return machines with GPUs of the catalogue, connected as such GPUs usually are."""
     known = catalogue.known_gpu(name)
-    card = known.card
-    own = known.network_bytes_s / (cards_per_machine if known.network_is_shared else 1)
-    said = [*assumed]
-    if _plain(card.name) != _plain(name):
-        said.append(f"{name} is interpreted as {card.name}")
+    sentences = [*assumed]
+    if _plain(known.card.name) != _plain(name):
+        sentences.append(f"{name} is interpreted as {known.card.name}")
     if machines > 1:
         whose = "for all its GPUs" if known.network_is_shared else "for each GPU"
         gbits = known.network_bytes_s * 8 / 1e9
-        said.append(f"each machine has a network of {gbits:.0f} Gbit/s {whose}")
+        sentences.append(f"each machine has a network of {gbits:.0f} Gbit/s {whose}")
     return Hardware(
-        card=card,
+        card=known.card,
         machines=machines,
         cards_per_machine=cards_per_machine,
-        within=known.within,
-        between=Link(
-            latency_s=_NETWORK_LATENCY_S,
-            bytes_s=own,
-            source=f"assumed: {known.network_bytes_s * 8 / 1e9:.0f} Gbit/s, usual for {card.name}",
-        ),
-        assumed=tuple(said),
+        within_bytes_s=known.within_bytes_s,
+        between_bytes_s=known.network_bytes_s
+        / (cards_per_machine if known.network_is_shared else 1),
+        assumed=tuple(sentences),
     )
 
 
 def describe_hardware(hardware: Hardware) -> str:
     """Describe hardware in one line: ``2 machines with 8 x H100 each``."""
-    cards = f"{hardware.cards_per_machine} x {hardware.card.name}"
+    count, name = hardware.cards_per_machine, hardware.card.name
+    cards = f"{count} x {name}"
     if hardware.card.kind == "cpu":
-        each = (
-            "1 rank" if hardware.cards_per_machine == 1 else f"{hardware.cards_per_machine} ranks"
-        )
-        cards = f"{each} on {hardware.card.name}"
+        cards = f"{count} {'rank' if count == 1 else 'ranks'} on {name}"
     return cards if hardware.machines == 1 else f"{hardware.machines} machines with {cards} each"
-
-
-def _spread(name: str, count: int) -> Hardware:
-    """Spread GPUs over machines of the usual size, or the next smaller size that divides evenly."""
-    usual = catalogue.known_gpu(name).cards_per_machine
-    # One machine can have more than the usual number, except where a GPU is a whole machine.
-    if count == 1 or (usual > 1 and count <= max(usual, 8)):
-        return hardware_of(name, machines=1, cards_per_machine=count)
-    each = next(number for number in range(usual, 0, -1) if count % number == 0)
-    said = f"{count} GPUs are assumed to be {count // each} machines with {each} each"
-    return hardware_of(name, machines=count // each, cards_per_machine=each, assumed=(said,))
 
 
 def _plain(name: str) -> str:

@@ -26,7 +26,7 @@ from torchmuster.train.strategies import ddp, fsdp, gradients
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
-NoteReduction = Callable[[torch.Tensor, int], None]  # a bucket of gradients, number of ranks
+NoteReduction = Callable[[torch.Tensor], None]  # of a bucket of gradients
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def fake_process_group(
         with ExitStack() as stack:
             # Fake tensors are on the device already.
             stack.enter_context(_replaced(Strategy, "place", lambda strategy, model: model))
-            wrapper = _ddp_that_tells(reduced, ranks)
+            wrapper = _ddp_without_communication(reduced)
             stack.enter_context(_replaced(ddp, "DistributedDataParallel", wrapper))
             for holder, name in (
                 (fsdp, "init_device_mesh"),
@@ -86,7 +86,7 @@ class _Silent:
         return lambda *args, **kwargs: None
 
 
-def _ddp_that_tells(reduced: NoteReduction, ranks: int) -> type[DistributedDataParallel]:
+def _ddp_without_communication(reduced: NoteReduction) -> type[DistributedDataParallel]:
     class ImaginedDdp(DistributedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs["init_sync"] = False  # no other rank has values
@@ -102,7 +102,7 @@ def _ddp_that_tells(reduced: NoteReduction, ranks: int) -> type[DistributedDataP
             bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks at the annotation
         ) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
-            reduced(buffer, ranks)
+            reduced(buffer)
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done

@@ -1,29 +1,29 @@
 """Flops and moved bytes of an operation, from its arguments and results without values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from torchmuster.plan.torch_private import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    BATCH_NORM,
-    MOVE_NOTHING,
-    arguments_of,
+from torchmuster.plan.torch_private import ATTENTION, ATTENTION_BACKWARD, BATCH_NORM
+
+_MOVE_NOTHING = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "_unsafe_view",
 )
-
-_MOVE_NOTHING = frozenset(
-    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"]
-) | frozenset(MOVE_NOTHING)
 # They read only as much as their first result has; FSDP's also returns the whole buffer.
-_COPY_A_PART = frozenset(["embedding", "index", "index_select", "gather", "all_gather_copy_in"])
+_COPY_A_PART = ("embedding", "index", "index_select", "gather", "all_gather_copy_in")
 # They read one number per row of logits; their backward writes rows of zeros with one number.
-_READ_ONE_OF_A_ROW = frozenset(["nll_loss_forward", "nll_loss2d_forward"])
+_READ_ONE_OF_A_ROW = ("nll_loss_forward", "nll_loss2d_forward")
 
 
-def with_kept_statistics(
+def with_float32_statistics(
     operation: Any, args: tuple[Any, ...], result: Any, *, on_host: bool
 ) -> Any:
     """Return the result of a batch norm with the statistics' dtype of a real run.
@@ -42,10 +42,11 @@ def with_kept_statistics(
     return output, mean.float(), deviation.float()
 
 
-def tensors_in(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among an operation's arguments, including those in lists.
+def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values, including those in lists, tuples and dictionaries.
 
-    torch's pytree handles far more types than operations use, and took 10 % of a trace.
+    torch's pytree handles far more types than operations use, and took 10 % of a trace. A recursive
+    function inside a function would keep its tensors alive until the garbage collector runs.
     """
     tensors: list[torch.Tensor] = []
     for argument in arguments:
@@ -53,6 +54,8 @@ def tensors_in(arguments: Sequence[Any]) -> list[torch.Tensor]:
             tensors.append(argument)
         elif isinstance(argument, list | tuple):
             tensors += tensors_in(argument)
+        elif isinstance(argument, dict):
+            tensors += tensors_in(argument.values())
     return tensors
 
 
@@ -61,23 +64,14 @@ def moved_bytes_of(
 ) -> int:
     """Return the bytes that an operation reads and writes; 0 for views and queries."""
     name = operation.overloadpacket.__name__
-    if name in _MOVE_NOTHING or operation.is_view or operation.namespace == "prim":
+    if name in _MOVE_NOTHING or operation.is_view:
         return 0
     if name in _COPY_A_PART:
         return 2 * _bytes(results[:1])
     if name in _READ_ONE_OF_A_ROW:
         logits, target, *_ = inputs
         return target.numel() * logits.itemsize + _bytes([target, *results])
-    return _bytes(inputs) + _bytes(results or _written(operation, args))
-
-
-def _written(operation: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors that an operation without a result writes, by its schema."""
-    written = []
-    for argument, value in zip(arguments_of(operation), args, strict=False):
-        if argument.alias_info and argument.alias_info.is_write:
-            written.append(value)
-    return tensors_in(written)
+    return _bytes(inputs) + _bytes(results or tensors_in(args[:1]))  # what it changes in place
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

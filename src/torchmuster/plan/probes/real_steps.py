@@ -6,7 +6,7 @@ slows a step down.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
-from torchmuster.plan.probes.live_storage import LiveStorages, Look, tensor_memory
+from torchmuster.plan.probes.step_tracer import StepTracer
 from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.proof.real_ranks import FOLLOWED, RankSteps, RealSteps
 from torchmuster.train.out_of_memory import is_out_of_memory
@@ -28,7 +28,7 @@ from torchmuster.units import format_bytes
 _FREED_WITHIN_S = 2.0
 
 
-class LimitedStorages(LiveStorages):  # type: ignore[no-untyped-call]
+class LimitedTracer(StepTracer):  # type: ignore[no-untyped-call]
     """Raise an out-of-memory error where tensors exceed a limit: a CPU's kernel kills instead."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -48,6 +48,35 @@ class LimitedStorages(LiveStorages):  # type: ignore[no-untyped-call]
             time.sleep(0.001)
 
 
+@contextmanager
+def peaks_of_tensors(device: torch.device, limit_bytes: int | None) -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the peak of tensors since its last call.
+
+    An accelerator's allocator has counters. On the CPU every storage is followed, which is slow.
+    """
+    if device.type != "cpu":
+        yield lambda: _peak_of_accelerator(device)
+        return
+    tracer = StepTracer(on_host=True)
+    if limit_bytes is not None:
+        tracer = LimitedTracer(limit_bytes)
+
+    def read() -> int:
+        tracer.note_peak()
+        peak_bytes = max(level.total_bytes for level in tracer.peaks.values())
+        tracer.begin_step()
+        return peak_bytes
+
+    with tracer.followed():
+        yield read
+
+
+def _peak_of_accelerator(device: torch.device) -> int:
+    peak_bytes = int(torch.accelerator.max_memory_allocated(device))
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak_bytes
+
+
 def real_steps(request: RealSteps, world: World) -> RankSteps:
     """Run the steps, on all ranks."""
     rank, device = world.global_rank, world.device
@@ -57,13 +86,13 @@ def real_steps(request: RealSteps, world: World) -> RankSteps:
     elif device.type != "cpu":
         limit_bytes = int(torch.accelerator.get_memory_info(device)[1])
     try:
-        with _memory(device, limit_bytes) as look:
+        with peaks_of_tensors(device, limit_bytes) as read_peak:
             built = build_step(request.work, request.candidate, world, blocks=request.blocks)
             peaks = []
             for number in range(FOLLOWED):
-                look()
+                read_peak()
                 built.train(number)
-                peaks.append(look().peak_bytes)
+                peaks.append(read_peak())
         step_s = tuple(_timed(built, FOLLOWED + number) for number in range(request.timed))
     except Exception as error:
         if not is_out_of_memory(error):
@@ -79,18 +108,7 @@ def real_steps(request: RealSteps, world: World) -> RankSteps:
         reserved_bytes=reserved,
         limit_bytes=limit_bytes,
         step_s=step_s,
-        loss=_loss(built) if request.timed else None,
     )
-
-
-@contextmanager
-def _memory(device: torch.device, limit_bytes: int | None) -> Iterator[Look]:
-    if device.type != "cpu" or limit_bytes is None:
-        with tensor_memory(device) as look:
-            yield look
-        return
-    with tensor_memory(device, LimitedStorages(limit_bytes)) as look:
-        yield look
 
 
 def _timed(built: BuiltStep, number: int) -> float:
@@ -102,13 +120,6 @@ def _timed(built: BuiltStep, number: int) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter() - begun_s
-
-
-def _loss(built: BuiltStep) -> float:
-    """Return the mean loss of one more micro-batch, over all ranks."""
-    with torch.no_grad():
-        loss, count = built.loss_of(built.batch())
-    return float(loss) / float(1 if count is None else count)
 
 
 def main() -> None:

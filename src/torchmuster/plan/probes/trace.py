@@ -1,154 +1,125 @@
-"""Trace two training steps without memory: live storages, operations and collectives.
+"""Trace two training steps without memory. As a program it answers requests, one per line.
 
-As a program it answers requests, one per line::
+::
 
     python -m torchmuster.plan.probes.trace < requests > answers
 """
 
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchmuster.errors import MusterError
+import torchmuster
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda, unpatched_functions
 from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
-from torchmuster.plan.probes.live_storage import HOST, LiveStorages, local_part, named_refusals
-from torchmuster.plan.probes.stages import Stage, tensors_of
-from torchmuster.plan.record import Cost, Part, Peak, Shape, TraceRecord, TraceRequest
+from torchmuster.plan.probes.operations import tensors_in
+from torchmuster.plan.probes.step_tracer import HOST, StepTracer, local_part
+from torchmuster.plan.record import Peak, Shape, TraceRecord, TraceRequest
+from torchmuster.plan.torch_private import CANNOT_FOLLOW, READ_VALUE
 
 _RANKS_PER_MACHINE = 8  # a rank's memory does not depend on the placement of the others
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(torchmuster.__file__).parent))
 
 
 def trace(request: TraceRequest) -> TraceRecord:
     """Trace two steps of rank 0; the second represents all later ones.
 
-    An operation that cannot be traced without values raises an error with its name.
+    An operation that cannot be traced without values raises an error with its line of code.
     """
     candidate = request.candidate
-    offload = candidate.cpu_offload and request.kernels == "cuda"
-    seen = LiveStorages(answer=_value_read, on_host=request.kernels == "cpu", offload=offload)
+    on_cuda = request.kernels == "cuda"
+    tracer = StepTracer(
+        on_host=not on_cuda,
+        offload=candidate.cpu_offload and on_cuda,
+        # Nothing overflowed and the ranks agree; the number of the step.
+        values={"check": 0.0, "update": 1.0},
+    )
     group = fake_process_group(
         candidate.layout.ranks,
         ranks_per_machine=_RANKS_PER_MACHINE,
-        reduced=lambda bucket, ranks: seen.note_all_reduce(bucket.numel() * bucket.itemsize),
+        reduced=lambda bucket: tracer.note_sent("copies", 2 * bucket.nbytes),
     )
-    with named_refusals(seen), group as world:
-        built = build_step(request.work, candidate, world, blocks=request.blocks)
-        if request.kernels == "cuda" and not candidate.cpu_offload:
-            as_on_cuda(built.optimizer)
-        _see_states(built.model, seen, "parameters" if not offload else HOST)
-        with (
-            masks_of_real_runs(packed=request.work.packed),
-            fused_as_on_cuda(request.kernels),
-        ):
-            input_bytes = _train(built, seen)
-        return _record(request, built, seen, input_bytes)
+    try:
+        with group as world:
+            built = build_step(request.work, candidate, world, blocks=request.blocks)
+            if on_cuda and not candidate.cpu_offload:
+                as_on_cuda(built.optimizer)
+            states = [*built.model.parameters(), *built.model.buffers()]
+            for tensor in (*states, *four_bit.quantization_tensors(built.model)):
+                on_host = candidate.cpu_offload and on_cuda
+                tracer.see_tensor(tensor, HOST if on_host else "parameters")
+            input_bytes = 0
+            masks = masks_of_real_runs(packed=request.work.packed)
+            if request.steps:
+                with masks, fused_as_on_cuda(request.kernels):
+                    input_bytes = _train(built, tracer)
+            return _record(request, built, tracer, input_bytes)
+    except CANNOT_FOLLOW as error:
+        raise _refusal(error, tracer) from error
 
 
-def _see_states(model: nn.Module, seen: LiveStorages, category: str) -> None:
-    for tensor in (
-        *model.parameters(),
-        *model.buffers(),
-        *four_bit.quantization_tensors(model),
-    ):
-        seen.see_tensor(tensor, category)
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-            seen.copies_group = parameter.device_mesh.get_group("copy").group_name
-            return
-
-
-def _train(built: BuiltStep, seen: LiveStorages) -> int:
+def _train(built: BuiltStep, tracer: StepTracer) -> int:
     """Run two steps; return the bytes of the inputs of a micro-batch."""
     input_bytes = 0
-
-    def note_logits(module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_of(output):
-            seen.see_tensor(tensor, "logits")
-
-    noted = built.model.register_forward_hook(note_logits)
-    with seen.followed(), seen.stages.followed(built):
+    with tracer.followed(), tracer.stages_of(built):
         for number in range(2):
-            seen.begin_step()
-            for micro in built.update.accumulate(seen.stages.of_step(built.step(number))):
-                input_bytes = _bytes_of(tensors_of(micro.batch))
+            tracer.begin_step()
+            for micro in built.update.accumulate(tracer.with_stages(built.step(number))):
+                input_bytes = _bytes_of(tensors_in([micro.batch]))
                 loss, count = built.loss_of(micro.batch)
-                seen.stages.begin("backward", seen.stages.now.micro_batch)
+                tracer.begin("backward", tracer.stage.micro_batch)
                 built.update.backward(loss, count)
-            seen.stages.begin("check")
+            tracer.begin("check")
             built.update.apply()
-        seen.note_peak()
-    noted.remove()
+        tracer.note_peak()
     return input_bytes
 
 
 def _record(
-    request: TraceRequest, built: BuiltStep, seen: LiveStorages, input_bytes: int
+    request: TraceRequest, built: BuiltStep, tracer: StepTracer, input_bytes: int
 ) -> TraceRecord:
     peaks = []
-    for stage, level in seen.peaks.items():
+    for stage, level in tracer.peaks.items():
         peaks.append(Peak(
             phase=stage.phase,
             micro_batch=stage.micro_batch,
             block=stage.block,
-            after_block=stage.after_block,
             peak_bytes=level.total_bytes,
             by_category={name: size for name, size in level.by_category.items() if size},
         ))  # fmt: skip
+    host_bytes = 0
+    if request.candidate.cpu_offload:
+        trained = [weight for weight in built.model.parameters() if weight.requires_grad]
+        moments = tensors_in(built.optimizer.state.values())
+        host_bytes = _bytes_of([*built.model.parameters(), *trained, *moments])
     return TraceRecord(
         request=request,
         blocks_traced=len(built.blocks),
         blocks=built.depth.blocks,
-        blocks_alike=built.depth.alike,
         parameters=tuple(_shapes(built)),
         parameter_count=built.parameter_count,
         trained_count=built.trained_count,
         tokens_per_sample=request.work.sequence_length,
         input_bytes=input_bytes,
-        host_bytes=_host_bytes(built) if request.candidate.cpu_offload else 0,
+        host_bytes=host_bytes,
         peaks=tuple(peaks),
-        costs=_costs(request, seen),
+        costs=tracer.costs,
         warnings=tuple(unpatched_functions(built.model)) if request.kernels == "cuda" else (),
     )
 
 
-def _costs(request: TraceRequest, seen: LiveStorages) -> dict[Part, Cost]:
-    costs: dict[Part, Cost] = {}
-    last = request.candidate.accumulation - 1
-    for (phase, micro_batch), work in seen.work.items():
-        if phase == "update":
-            costs["update"] = work.cost()
-        elif micro_batch == last:
-            costs["last"] = work.cost()
-        elif micro_batch == 0:
-            costs["first"] = work.cost()
-    return costs
-
-
-def _host_bytes(built: BuiltStep) -> int:
-    """Return the host memory of offloaded shards, their gradients and the optimizer's states."""
-    trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
-    states: list[torch.Tensor] = []
-    for state in built.optimizer.state.values():
-        states += tensors_of(state)
-    return _bytes_of([*built.model.parameters(), *trained, *states])
-
-
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    total = 0
-    for tensor in tensors:
-        local = local_part(tensor)
-        total += local.numel() * local.itemsize
-    return total
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 def _shapes(built: BuiltStep) -> Iterator[Shape]:
@@ -166,13 +137,21 @@ def _shapes(built: BuiltStep) -> Iterator[Shape]:
         )
 
 
-def _value_read(stage: Stage) -> float | None:
-    """Return a substitute for a value that is read, if it changes no size."""
-    if stage.phase == "check":
-        return 0.0  # nothing overflowed, and the ranks agree
-    if stage.phase == "update":
-        return 1.0  # the number of the step
-    return None
+def _refusal(error: Exception, tracer: StepTracer) -> Impossible:
+    """Return the error that names the operation and the line of the model's code."""
+    operation = str(getattr(error, "func", None) or (error.args or (error,))[0])
+    if READ_VALUE.overloadpacket.__name__ in operation:
+        operation += " (.item(), float() or an if)"
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(_NOT_THE_MODELS):
+            where = f" at {Path(frame.filename).name}:{frame.lineno}"
+    return Impossible(
+        f"this model cannot be traced without values{where}, {tracer.stage.phase}",
+        why=f"{operation} depends on tensor values, or its output shape is unknown",
+        fix="remove .item(), nonzero() and similar calls from the forward pass; or measure "
+        "with real steps: muster plan --find-batch-size on the hardware itself",
+    )
 
 
 def answer(line: bytes) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Run real training steps of a candidate on fresh ranks of this machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,6 @@ class RankSteps:
     reserved_bytes: int | None = None  # peak of an accelerator's allocator; None on the CPU
     limit_bytes: int | None = None  # of the device, or of this rank's share of a CPU's memory
     step_s: tuple[float, ...] = ()  # of the steps after them, without memory tracking
-    loss: float | None = None  # mean loss of one more micro-batch
 
     @property
     def peak_bytes(self) -> int:
@@ -56,12 +55,9 @@ class RankSteps:
         return self.reserved_bytes or max(self.peaks_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What the ranks measured; ``ran_out`` if the memory of a rank or of the host was too small."""
-
-    ranks: tuple[RankSteps, ...]
-    ran_out: bool = False
+def ran_out(ranks: Sequence[RankSteps]) -> bool:
+    """Return whether memory ran out: of a rank, or of the host, whose kernel then killed one."""
+    return not ranks or any(rank.ran_out for rank in ranks)
 
 
 def run_real_steps(
@@ -73,10 +69,11 @@ def run_real_steps(
     blocks: int | None = None,
     limits_bytes: tuple[int, ...] | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Outcome:
+) -> list[RankSteps]:
     """Run real steps on this machine: memory is tracked in the first ones, ``steps`` more are timed.
 
-    A failure that is not a lack of memory raises an error with its cause.
+    If memory runs out, only the ranks that report it are returned: none if the kernel killed one.
+    Any other failure raises an error with its cause.
     """
     request = RealSteps(
         work=work,
@@ -86,35 +83,28 @@ def run_real_steps(
         blocks=blocks,
         limits_bytes=limits_bytes,
     )
-    ranks = candidate.layout.ranks
     output = fresh_ranks.run_fresh_ranks(
         PROGRAM,
         msgspec.json.encode(request).decode(),
-        ranks=ranks,
+        ranks=candidate.layout.ranks,
         device=device,
         folder=str(Path(work.folder).absolute()),
         name="plan-steps",
         doing=f"real steps with micro-batches of {candidate.micro_batch_size}",
         say=say,
     )
-    measured = [
-        msgspec.json.decode(output.texts[rank], type=RankSteps) for rank in sorted(output.texts)
-    ]
+    measured = []
+    for _, text in sorted(output.texts.items()):
+        measured.append(msgspec.json.decode(text, type=RankSteps))
+    if ran_out(measured) and measured:
+        return [rank for rank in measured if rank.ran_out]
     trouble = output.trouble
-    out = tuple(rank for rank in measured if rank.ran_out)
-    if out:
-        return Outcome(ranks=out, ran_out=True)
+    if trouble is None and len(measured) == candidate.layout.ranks:
+        return measured
+    if trouble is not None and KERNEL_KILLED_IT in f"{trouble.what}{trouble.why}{trouble.evidence}":
+        return []
+    why = f"{len(measured)} of {candidate.layout.ranks} ranks reported a result"
+    fix = "try again; the plan itself is not affected"
     if trouble is not None:
-        text = f"{trouble.what}\n{trouble.why}\n{trouble.evidence}"
-        if KERNEL_KILLED_IT in text:
-            return Outcome(ranks=(), ran_out=True)
-        raise MusterError(
-            "the real steps failed", why=fresh_ranks.describe_failure(trouble), fix=trouble.fix
-        )
-    if len(measured) < ranks:
-        raise MusterError(
-            "the real steps failed",
-            why=f"{len(measured)} of {ranks} ranks reported a result",
-            fix="try again; the plan itself is not affected",
-        )
-    return Outcome(ranks=tuple(measured))
+        why, fix = fresh_ranks.describe_failure(trouble), trouble.fix
+    raise MusterError("the real steps failed", why=why, fix=fix)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torchmuster.devices.for_model import USABLE_SHARE
 from torchmuster.devices.readers import cpu
@@ -11,7 +12,7 @@ from torchmuster.finding import Finding, Status
 from torchmuster.plan.device_terms import outside_allocator
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof.real_ranks import Outcome, run_real_steps
+from torchmuster.plan.proof.real_ranks import RankSteps, ran_out, run_real_steps
 from torchmuster.units import format_bytes
 
 _LARGEST_SIZE = 2**20  # where nothing limits a micro-batch
@@ -22,32 +23,28 @@ class Trial:
     """A micro-batch size that was tried, and what its ranks measured."""
 
     micro_batch_size: int
-    outcome: Outcome
+    ranks: Sequence[RankSteps]
 
     @property
     def fits(self) -> bool:
         """Whether it fits on every rank."""
-        return not self.outcome.ran_out
+        return not ran_out(self.ranks)
 
     def __str__(self) -> str:
-        return f"micro-batch {self.micro_batch_size}: {self.result_text}"
-
-    @property
-    def result_text(self) -> str:
-        """Describe the result."""
-        ranks = self.outcome.ranks
-        if not self.fits and not ranks:
-            return "the host ran out of memory, and the kernel killed a rank"
+        size = f"micro-batch {self.micro_batch_size}"
+        if not self.ranks:
+            return f"{size}: the host ran out of memory, and the kernel killed a rank"
+        tightest = self.ranks[0]
+        if self.fits:
+            tightest = min(self.ranks, key=lambda rank: (rank.limit_bytes or 0) - rank.used_bytes)
+        limit = ""
+        if tightest.limit_bytes is not None:
+            limit = f" of {format_bytes(tightest.limit_bytes)}"
         if not self.fits:
-            numbers = ", ".join(str(rank.rank) for rank in ranks)
-            limit = ranks[0].limit_bytes
-            of_limit = "" if limit is None else f" of {format_bytes(limit)}"
-            return f"out of memory{of_limit} on rank {numbers}"
-        tightest = min(ranks, key=lambda rank: (rank.limit_bytes or 0) - rank.used_bytes)
-        of_limit = (
-            "" if tightest.limit_bytes is None else f" of {format_bytes(tightest.limit_bytes)}"
-        )
-        return f"fits; rank {tightest.rank} uses {format_bytes(tightest.used_bytes)}{of_limit}"
+            numbers = ", ".join(str(rank.rank) for rank in self.ranks)
+            return f"{size}: out of memory{limit} on rank {numbers}"
+        used = format_bytes(tightest.used_bytes)
+        return f"{size}: fits; rank {tightest.rank} uses {used}{limit}"
 
 
 def largest_batch(
@@ -59,23 +56,24 @@ def largest_batch(
     If the plan is right, two trials are enough: its size, and the next one.
     """
     last = most or _LARGEST_SIZE
-    sizes = {min(start, last), last}
+    start = min(start, last)
+    sizes = {start, last}
     for power in range(last.bit_length()):
         sizes.add(2**power)
-    trials = [try_size(min(start, last))]
-    if trials[0].fits:
-        best: int | None = trials[0].micro_batch_size
-        for size in sorted(size for size in sizes if size > start):
+    trials = [try_size(start)]
+    best = start if trials[0].fits else None
+    if best is None:
+        for size in sorted((size for size in sizes if size < start), reverse=True):
             trials.append(try_size(size))
-            if not trials[-1].fits:
-                break
-            best = size
-        return best, trials
-    for size in sorted((size for size in sizes if size < start), reverse=True):
+            if trials[-1].fits:
+                return size, trials
+        return None, trials
+    for size in sorted(size for size in sizes if size > start):
         trials.append(try_size(size))
-        if trials[-1].fits:
-            return size, trials
-    return None, trials
+        if not trials[-1].fits:
+            break
+        best = size
+    return best, trials
 
 
 def with_size(candidate: Candidate, size: int, *, samples: int | None) -> Candidate:
@@ -106,45 +104,39 @@ def find_batch_size(
     candidate: Candidate,
     *,
     hardware: Hardware,
-    start: int,
     samples: int | None = None,
-    most: int | None = None,
     limits_bytes: tuple[int, ...] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[int | None, list[Trial]]:
-    """Find the largest micro-batch of a candidate on this machine, beginning with ``start``.
+    """Find the largest micro-batch of a candidate on this machine, beginning with its own.
 
     ``samples`` is the number of samples of a rank in a step, if it is fixed. On the CPU each rank
     is limited to its share of the free memory, on an accelerator to the device; ``limits_bytes``
     sets other limits.
     """
-    on_cpu = hardware.card.kind == "cpu"
-    if limits_bytes is None and on_cpu:
+    device: Literal["cpu", "gpu"] = "cpu" if hardware.card.kind == "cpu" else "gpu"
+    if limits_bytes is None and device == "cpu":
         free_bytes = cpu.read_cpu().free_bytes or 0
         limit = limit_on_cpu(candidate, hardware, free_bytes=free_bytes)
         limits_bytes = (limit,) * candidate.layout.ranks
 
     def try_size(size: int) -> Trial:
-        outcome = run_real_steps(
-            work,
-            with_size(candidate, size, samples=samples),
-            device="cpu" if on_cpu else "gpu",
-            steps=0,
-            limits_bytes=limits_bytes,
-            say=say,
+        sized = with_size(candidate, size, samples=samples)
+        ranks = run_real_steps(
+            work, sized, device=device, steps=0, limits_bytes=limits_bytes, say=say
         )
-        trial = Trial(micro_batch_size=size, outcome=outcome)
+        trial = Trial(micro_batch_size=size, ranks=ranks)
         say(str(trial))
         return trial
 
-    return largest_batch(try_size, start=start, most=most or samples)
+    return largest_batch(try_size, start=candidate.micro_batch_size, most=samples)
 
 
 def batch_size_finding(
     size: int | None, trials: Sequence[Trial], candidate: Candidate, *, samples: int | None
 ) -> Finding:
     """Return the finding about trials: the largest micro-batch, and the settings that use it."""
-    evidence = "\n".join(str(trial) for trial in trials)
+    evidence = "\n".join(map(str, trials))
     if size is None:
         return Finding(
             name="batch-size",

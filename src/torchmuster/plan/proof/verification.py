@@ -1,13 +1,12 @@
 """Verify a plan with a few real steps on this machine: predicted against measured.
 
 If the plan is for other hardware, the same model and strategy are verified on the ranks available
-here, with fewer of the model's repeated layers if necessary.
+here, with fewer of the model's repeated layers.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
@@ -16,97 +15,82 @@ from torchmuster.plan.answer import Answer
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.proof.comparison import MEMORY_BAND, signed_percent, step_seconds
-from torchmuster.plan.proof.real_ranks import RankSteps, run_real_steps
+from torchmuster.plan.proof.real_ranks import RankSteps, ran_out, run_real_steps
 from torchmuster.plan.record import TraceRequest
-from torchmuster.plan.search import Look
+from torchmuster.plan.search import Trace
 from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes
 
-_HERE_AT_MOST = 0.5  # share of this machine's memory for all ranks of a substitute model
-_BLOCKS_OF_A_SUBSTITUTE = (4, 3, 2)
+_SUBSTITUTE_SHARE = 0.5  # of this machine's memory, at most, for all ranks of a substitute model
+_SUBSTITUTE_BLOCKS = (4, 3, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
     """The predictions to compare with real steps."""
 
-    work: Work
     candidate: Candidate
-    blocks: int | None  # of the model's repeated layers; None: all
     tensor_bytes: int
+    blocks: int | None = None  # of the model's repeated layers; None: all
     reserved_bytes: int | None = None
     step_s: float | None = None
-    instead: str = ""  # what was run, if the plan itself cannot be run here
+    substitute: str = ""  # what was run, if the plan itself cannot be run here
 
 
 def verify_plan(
-    answer: Answer, *, here: Hardware, look: Look, say: Callable[[str], None] = lambda _: None
+    answer: Answer, *, here: Hardware, trace: Trace, say: Callable[[str], None] = lambda _: None
 ) -> list[Finding]:
     """Compare the chosen candidate of a plan with real steps on this machine, which is ``here``.
 
-    ``look`` traces a substitute if the plan is for other hardware.
+    ``trace`` traces a substitute if the plan is for other hardware.
     """
-    device: Literal["cpu", "gpu"] = "cpu" if here.card.kind == "cpu" else "gpu"
-    predicted = _predicted(answer, here, look)
-    outcome = run_real_steps(
-        predicted.work, predicted.candidate, device=device, blocks=predicted.blocks, say=say
-    )
-    if outcome.ran_out:
-        raise MusterError(
-            "the planned configuration ran out of memory in its real steps",
-            why="; ".join(rank.ran_out for rank in outcome.ranks),
-            fix="find the micro-batch by trials: muster plan --find-batch-size",
-        )
-    return list(findings_of(predicted, outcome.ranks))
-
-
-def _predicted(answer: Answer, here: Hardware, look: Look) -> Predicted:
-    best, asked = answer.chosen.value, answer.asked
-    same_card = (asked.hardware.card.kind, asked.hardware.card.name) == (
-        here.card.kind,
-        here.card.name,
-    )
-    if same_card and best.candidate.layout.ranks <= here.cards:
-        tensors = best.memory.tensor_bytes
-        caches = estimate.caches_memory(here)
-        return Predicted(
-            work=asked.work,
+    best, request = answer.chosen.value, answer.request
+    planned_card, card = request.hardware.card, here.card
+    is_for_here = (planned_card.kind, planned_card.name) == (card.kind, card.name)
+    if is_for_here and best.candidate.layout.ranks <= here.cards:
+        expected, _, _ = estimate.device_bytes(best.memory.tensor_bytes, here)
+        predicted = Predicted(
             candidate=best.candidate,
-            blocks=None,
-            tensor_bytes=tensors,
-            reserved_bytes=estimate.device_bytes(tensors, here)[0] if caches else None,
+            tensor_bytes=best.memory.tensor_bytes,
+            reserved_bytes=expected,
             step_s=None if best.time is None else best.time.step_s,
         )
-    # Two ranks can share any CPU.
-    ranks = max(here.cards, 2) if here.card.kind == "cpu" else here.cards
-    return substitute_model(asked.work, best.candidate, here=here, ranks=ranks, look=look)
+    else:
+        predicted = substitute_model(request.work, best.candidate, here=here, trace=trace)
+    ranks = run_real_steps(
+        request.work,
+        predicted.candidate,
+        device="cpu" if card.kind == "cpu" else "gpu",
+        blocks=predicted.blocks,
+        say=say,
+    )
+    if ran_out(ranks):
+        raise MusterError(
+            "the planned configuration ran out of memory in its real steps",
+            why="; ".join(rank.ran_out for rank in ranks),
+            fix="find the micro-batch by trials: muster plan --find-batch-size",
+        )
+    return list(findings_of(predicted, ranks))
 
 
 def findings_of(predicted: Predicted, measured: Sequence[RankSteps]) -> Iterator[Finding]:
     """Yield a finding for each figure: memory more than its band above the plan is a failure."""
     most = max(measured, key=lambda rank: rank.peak_bytes)
-    yield _judged_memory(
-        f"tensor memory (rank {most.rank} of {len(measured)})",
-        predicted.tensor_bytes,
-        most.peak_bytes,
-        MEMORY_BAND,
-    )
+    figure = f"tensor memory (rank {most.rank} of {len(measured)})"
+    yield _judged_memory(figure, predicted.tensor_bytes, most.peak_bytes, MEMORY_BAND)
     reserved = [rank.reserved_bytes for rank in measured if rank.reserved_bytes is not None]
     if reserved and predicted.reserved_bytes:
-        band = estimate.BAND - 1
-        yield _judged_memory(
-            "memory reserved by the allocator", predicted.reserved_bytes, max(reserved), band
-        )
+        figure = "memory reserved by the allocator"
+        yield _judged_memory(figure, predicted.reserved_bytes, max(reserved), estimate.BAND - 1)
     # A step takes as long as on its slowest rank.
     slowest = [max(times) for times in zip(*(rank.step_s for rank in measured), strict=True)]
-    if slowest:
-        yield _judged_time(predicted.step_s, statistics.median(slowest))
-    if predicted.instead:
+    yield _judged_time(predicted.step_s, statistics.median(slowest))
+    if predicted.substitute:
         yield Finding(
             name="plan-verified-elsewhere",
             status=Status.NOTE,
-            what=f"verified here: {predicted.instead}",
+            what=f"verified here: {predicted.substitute}",
             why="the hardware of the plan is not available here: the same method predicts its "
             "memory, but its step times cannot be verified",
         )
@@ -142,7 +126,6 @@ def _judged_time(planned_s: float | None, measured_s: float) -> Finding:
         name="plan-time",
         status=Status.WARNING if ratio > 1 else Status.NOTE,
         what=f"{what}, outside of the band",
-        why="the plan's hours and cost are off by the same ratio",
         fix="find out what a step waits for: muster profile",
     )
 
@@ -154,9 +137,8 @@ def smaller_layout(candidate: Candidate, ranks: int) -> Candidate:
     """Return the candidate on fewer ranks; hybrid sharding stays hybrid from four ranks on."""
     ranks = min(ranks, candidate.layout.ranks)
     layout = ShardLayout(copies=1, shards=ranks)
-    if candidate.strategy == "single" or ranks == 1:
-        strategy = candidate.strategy if candidate.strategy == "fsdp" else "single"
-        return replace(candidate, strategy=strategy, layout=ShardLayout(copies=1, shards=1))
+    if candidate.strategy != "fsdp" and ranks == 1:
+        return replace(candidate, strategy="single", layout=layout)
     if candidate.strategy == "ddp":
         layout = ShardLayout(copies=ranks, shards=1)
     elif candidate.layout.copies > 1 and ranks >= 4:
@@ -165,39 +147,39 @@ def smaller_layout(candidate: Candidate, ranks: int) -> Candidate:
 
 
 def substitute_model(
-    work: Work, candidate: Candidate, *, here: Hardware, ranks: int, look: Look
+    work: Work, candidate: Candidate, *, here: Hardware, trace: Trace
 ) -> Predicted:
     """Return a substitute that can run here: as many layers of the model as fit in memory.
 
     Two micro-batches per step are enough: only the first differs from the others.
     """
+    on_cpu = here.card.kind == "cpu"
+    ranks, memory = here.cards, here.card.memory_bytes
+    if on_cpu:
+        ranks = max(ranks, 2)  # two ranks can share any CPU
+        memory = (here.host_memory_bytes or memory * here.cards) // ranks
     small = replace(
         smaller_layout(candidate, ranks),
         micro_batch_size=1,
         accumulation=min(candidate.accumulation, 2),
     )
-    on_cpu = here.card.kind == "cpu"
-    memory = here.card.memory_bytes
-    if on_cpu:
-        memory = (here.host_memory_bytes or memory * here.cards) // small.layout.ranks
-    room = int(memory * _HERE_AT_MOST)
+    room = int(memory * _SUBSTITUTE_SHARE)
     why = ""
-    for blocks in _BLOCKS_OF_A_SUBSTITUTE:
+    for blocks in _SUBSTITUTE_BLOCKS:
         request = TraceRequest(
             work=work, candidate=small, blocks=blocks, kernels="cpu" if on_cpu else "cuda"
         )
-        (record,) = look([request])
+        (record,) = trace([request])
         if isinstance(record, TraceRefused):
             raise Impossible(record.what, why=record.why, fix=record.fix)
         layers = f"{record.blocks_traced} of {record.blocks} layers"
         if record.peak_bytes <= room:
             device = "the CPU" if on_cpu else here.card.name
             return Predicted(
-                work=work,
                 candidate=small,
                 blocks=blocks,
                 tensor_bytes=record.peak_bytes,
-                instead=f"{layers}, {small.strategy} on {small.layout.ranks} ranks of {device}, "
+                substitute=f"{layers}, {small.strategy} on {small.layout.ranks} ranks of {device}, "
                 "micro-batches of 1",
             )
         why = (

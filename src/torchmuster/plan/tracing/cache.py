@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -16,15 +16,13 @@ from torchmuster import untrusted
 from torchmuster.plan.job import Work
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.runfolder import user_cache, write_atomically
-from torchmuster.units import GiB
+from torchmuster.units import GiB, MiB
 
 # Packages that determine, besides the request, the operations of a training.
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "torchmuster")
 _MOST_FILES = 2000  # of a package: a folder with more is not a model's
 MOST_BYTES = GiB  # of cached records
-
-
-_MOST_RECORD_BYTES = 64 * 2**20
+_MOST_RECORD_BYTES = 64 * MiB
 _decode_record = msgspec.json.Decoder(TraceRecord).decode
 
 
@@ -33,7 +31,7 @@ class TraceCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "traces"
-        self._contents: dict[Work, bytes] = {}
+        self._contents_of = lru_cache(contents_of)  # files are read once per plan
 
     def get(self, request: TraceRequest) -> TraceRecord | None:
         """Return the cached record for this request; None if missing."""
@@ -52,83 +50,74 @@ class TraceCache:
 
     def forget_oldest(self) -> None:
         """Delete the oldest entries until the total size is within the limit."""
-        entries = [(path, path.stat()) for path in self.folder.glob("*")]
-        entries.sort(key=lambda entry: entry[1].st_mtime_ns)
-        too_much = sum(status.st_size for _, status in entries) - MOST_BYTES
-        for path, status in entries:
-            if too_much <= 0:
-                return
-            path.unlink(missing_ok=True)
-            too_much -= status.st_size
+        with suppress(OSError):  # another plan may be deleting the same files
+            entries = sorted(self.folder.glob("*"), key=lambda path: path.stat().st_mtime_ns)
+            total = sum(path.stat().st_size for path in entries)
+            while total > MOST_BYTES:
+                oldest = entries.pop(0)
+                total -= oldest.stat().st_size
+                oldest.unlink()
 
     def _path(self, request: TraceRequest) -> Path:
-        if request.work not in self._contents:
-            self._contents[request.work] = contents_of(request.work)
         digest = hashlib.blake2b(msgspec.json.encode(request), digest_size=16)
         digest.update(versions())
-        digest.update(self._contents[request.work])
+        digest.update(self._contents_of(request.work))
         return self.folder / f"{digest.hexdigest()}.json"
 
 
 @cache
 def versions() -> bytes:
-    """Return the package versions and a digest of the tracing code."""
-    found = []
+    """Return the package versions and the times of the tracing code."""
+    lines = []
     for name in _PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
+        version = "none"
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+        lines.append(f"{name} {version}")
     own = Path(torchmuster.__file__).parent
-    files = [*(own / "plan").rglob("*.py"), *(own / "train").rglob("*.py")]
-    times = sorted(f"{path}{path.stat().st_mtime_ns}" for path in files)
-    return "\n".join([*found, *times]).encode()
+    for path in sorted([*(own / "plan").rglob("*.py"), *(own / "train").rglob("*.py")]):
+        lines.append(f"{path} {path.stat().st_mtime_ns}")
+    return "\n".join(lines).encode()
 
 
 def contents_of(work: Work) -> bytes:
     """Return a digest of the files that define the training: configurations and Python code."""
     digest = hashlib.blake2b(digest_size=16)
-    folder = Path(work.folder)
-    paths: list[Path] = []
-    if work.model_name_or_path is not None:
-        paths.append(folder / Path(work.model_name_or_path).expanduser() / "config.json")
-        paths += _hub_configurations(work.model_name_or_path)
-    for name in (work.build, work.dataset, work.loss, work.optimizer):
-        if name is not None and ":" in name:
-            paths += _code_of(name.partition(":")[0], folder)
-    for path in paths:
+    for path in _files_of(work):
         with suppress(OSError):
             digest.update(path.read_bytes())
             digest.update(str(path).encode())
     return digest.digest()
 
 
-def _hub_configurations(name: str) -> list[Path]:
-    """Return the files that determine a model of the hub, as far as the hub's cache has them.
+def _files_of(work: Work) -> Iterator[Path]:
+    folder, name = Path(work.folder), work.model_name_or_path
+    if name is not None:
+        yield folder / Path(name).expanduser() / "config.json"
+        # Of a model of the hub: the path of a snapshot contains its revision, which refs names.
+        home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+        hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        repository = hub / f"models--{name.replace('/', '--')}"
+        yield from sorted([*repository.glob("refs/*"), *repository.glob("snapshots/*/config.json")])
+    for function in (work.build, work.dataset, work.loss, work.optimizer):
+        if function is not None and ":" in function:
+            yield from sorted(_code_of(function.partition(":")[0], folder))[:_MOST_FILES]
 
-    The path of a snapshot contains its revision; ``refs`` names the revision that is used.
-    """
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    cache_of_hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    repository = cache_of_hub / f"models--{name.replace('/', '--')}"
-    return sorted([*repository.glob("refs/*"), *repository.glob("snapshots/*/config.json")])
 
-
-def _code_of(module: str, folder: Path) -> Iterator[Path]:
-    """Yield the Python files of a module's package, or those next to a single file."""
+def _code_of(module: str, folder: Path) -> list[Path]:
+    """Return the Python files of a module's package, or those next to a single file."""
     top = module.partition(".")[0]
-    package, single = folder / top, folder / f"{top}.py"
-    if package.is_dir():
-        yield from sorted(package.rglob("*.py"))[:_MOST_FILES]
-    elif single.is_file():
-        yield from sorted(folder.glob("*.py"))[:_MOST_FILES]
-    else:
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(top)
-            if spec is not None and spec.origin is not None:
-                origin = Path(spec.origin)
-                files = origin.parent.rglob("*.py") if origin.stem == "__init__" else [origin]
-                yield from sorted(files)[:_MOST_FILES]
+    if (folder / top).is_dir():
+        return list((folder / top).rglob("*.py"))
+    if (folder / f"{top}.py").is_file():
+        return list(folder.glob("*.py"))
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(top)
+        if spec is not None and spec.submodule_search_locations:
+            return list(Path(spec.submodule_search_locations[0]).rglob("*.py"))
+        if spec is not None and spec.origin is not None:
+            return [Path(spec.origin)]
+    return []
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
