@@ -125,7 +125,7 @@ class Recorder:
         self._offset = step - max(self._counts.values(), default=0)
 
     def loaded(self, checkpoint: Any) -> None:
-        """Count from the step that a script loads with ``torch.load`` before its first step."""
+        """Count from the step that a restarted script loads with ``torch.load`` before its first step."""
         if self._counts or not isinstance(checkpoint, dict):
             return
         for name in _STEP_ENTRIES:

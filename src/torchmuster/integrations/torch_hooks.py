@@ -83,7 +83,9 @@ def _watch_saves(torch: ModuleType, recorder: Recorder) -> None:
         recorder.loaded(call.result)
 
     wrap(torch, "save", after=saved)
-    wrap(torch, "load", after=loaded)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        # At the first start, a script loads the weights of other runs too.
+        wrap(torch, "load", after=loaded)
     for name in ("replace", "rename"):
         wrap(os, name, after=renamed)
 
