@@ -151,11 +151,14 @@ class RunWatch:
         news = self._watching.look(samples, now_unix_s)
         until = now_unix_s if state is None or state.active else state.since_unix_s
         checkpoint = self._metrics.script_checkpoint
+        headline = state.headline if state else ""
+        if state is not None and headline == state.phase:  # it says nothing more
+            headline = ""
         return RunPicture(
             id=self._run.id,
             job=self._job,
             phase=state.phase if state else "submitted",
-            headline=state.headline if state else "",
+            headline=headline,
             lasts_s=max(0.0, until - state.started_unix_s) if state else 0.0,
             until_unix_s=until,
             values=_of_the_run(samples),
