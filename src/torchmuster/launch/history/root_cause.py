@@ -88,7 +88,9 @@ class _Report:
     @cached_property
     def explanation(self) -> Explanation | None:
         """What the text means, unless it matches only incidental messages."""
-        explanations = [] if self.is_lost else explain_text(self.text, host=self.host)
+        if self.is_lost:
+            return None
+        explanations = explain_text(self.text, host=self.host)
         if not explanations or explanations[0].role is Role.ASIDE:
             return None
         return explanations[0]
@@ -98,8 +100,8 @@ class _Report:
         """Whether it only says that another rank is gone or late."""
         if self.only_waited:
             return True
-        role = self.explanation.role if self.explanation else None
-        return role in (Role.PEER_LATE, Role.PEER_GONE)
+        explanation = self.explanation
+        return explanation is not None and explanation.role in (Role.PEER_LATE, Role.PEER_GONE)
 
     @property
     def only_waited(self) -> bool:
@@ -109,15 +111,16 @@ class _Report:
     @property
     def code(self) -> int | None:
         """Its own exit code: a rank that is already exiting may still get a signal."""
-        if self.failure is None:
+        failure = self.failure
+        if failure is None:
             return None
-        error = self.failure.error
-        own = error.removeprefix(_SCRIPT_ENDED_ITSELF)
-        if self.failure.what or self.failure.traceback or (own and own == error):
+        own = failure.error.removeprefix(_SCRIPT_ENDED_ITSELF)
+        has_ended_itself = own != failure.error
+        if failure.what or failure.traceback or (failure.error and not has_ended_itself):
             return 1
-        if own != error and own.isdecimal():
+        if has_ended_itself and own.isdecimal():
             return known_failures.by_signal(int(own))
-        return known_failures.by_signal(self.failure.exit_code)
+        return known_failures.by_signal(failure.exit_code)
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -138,8 +141,9 @@ class _Report:
             return _headline(self.text)
         if self.exit is known_failures.OUT_OF_MEMORY or not self.text:
             return self.exit.words
-        is_signal = self.code is not None and self.code < 0
-        return f"{self.exit.words}: {_headline(self.text)}" if is_signal else _headline(self.text)
+        if self.code is not None and self.code < 0:
+            return f"{self.exit.words}: {_headline(self.text)}"
+        return _headline(self.text)
 
 
 def root_cause_of(
@@ -207,8 +211,10 @@ def _reports(ends: Sequence[NodeExit]) -> list[_Report]:
             reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
         if not end.ended.good and not end.ended.failures:
             log = end.ended.words or "the node agent reported no cause"
+            text = log.splitlines()[0]
             error = tracebacks.last_error(log)
-            text = log.splitlines()[0] + (f": {error}" if error else "")
+            if error:
+                text += f": {error}"
             reports.append(_Report(host=end.host, at_s=end.ended_s, text=text, log=log))
     return reports
 
@@ -225,9 +231,12 @@ def _error_text(failure: protocol.Failure) -> str:
         return tracebacks.last_cxx_error(failure.last_lines)
     if failure.exit_code < 0:
         return ""  # its other output is unrelated to the exit
-    # sys.exit("no data") is an error's text, sys.exit(3) is not
-    is_code = own.lstrip("-").isdecimal()
-    return tracebacks.last_error(failure.last_lines) or ("" if is_code else own)
+    last_error = tracebacks.last_error(failure.last_lines)
+    if (
+        last_error or own.lstrip("-").isdecimal()
+    ):  # sys.exit("no data") is a text, sys.exit(3) is not
+        return last_error
+    return own
 
 
 def _blames(
@@ -258,19 +267,23 @@ def _blame(report: _Report, ours_from_s: float, killed: Collection[int]) -> _Bla
 
 def _finding(first: _Report, who: str, aftermath: Sequence[str], logs: str) -> Finding:
     why, fix = _reasons(first)
-    if first.failure is not None:
-        failure = first.failure
-        name, what, log = first.exit.name, f"{who} failed: {first.cause}", failure.last_lines
+    failure = first.failure
+    evidence: list[str] = []
+    if failure is not None:
+        name, what = first.exit.name, f"{who} failed: {first.cause}"
         if failure.what.startswith(f"{who} "):  # the text already names the rank
             what = first.cause
-        shown = "" if failure.what else tracebacks.shortened_traceback(failure.traceback)
-        if shown is None:
-            shown = tracebacks.last_output(failure.traceback or log, _LINES_SHOWN)
-        evidence = [shown, f"log: {logs}/rank-{failure.rank}.log"]
+        if not failure.what:
+            evidence.append(
+                tracebacks.shortened_traceback(failure.traceback)
+                or tracebacks.last_output(failure.traceback or failure.last_lines, _LINES_SHOWN)
+            )
+        evidence.append(f"log: {logs}/rank-{failure.rank}.log")
     else:
-        name, verb = ("host-lost", "was lost") if first.is_lost else ("agent-failed", "failed")
-        what = f"{who} {verb}: {_headline(first.text)}"
-        evidence = [tracebacks.last_output(first.log, _LINES_SHOWN)]
+        name, what = "agent-failed", f"{who} failed: {_headline(first.text)}"
+        if first.is_lost:
+            name, what = "host-lost", f"{who} was lost: {_headline(first.text)}"
+        evidence.append(tracebacks.last_output(first.log, _LINES_SHOWN))
     return Finding(
         name=name,
         status=Status.FAILURE,
@@ -318,34 +331,43 @@ def _memory_text(report: _Report) -> str:
 
 
 def _aftermath(
-    rest: dict[_Report, _Blame], killed: Collection[int], grace_s: float, *, nobody_failed: bool
+    rest: dict[_Report, _Blame], killed: set[int], grace_s: float, *, nobody_failed: bool
 ) -> list[str]:
     """Return one line each for the other ranks."""
-
-    def with_blame(blame: _Blame) -> list[_Report]:
-        return [report for report in rest if rest[report] is blame]
-
-    lines = []
-    for report in with_blame(_Blame.CAUSE)[:_CAUSES_SHOWN]:
-        verb = "was lost" if report.is_lost else "failed"
-        lines.append(f"{report.who} {verb} too: {report.cause}")
-    peers = _ranks(report for report in with_blame(_Blame.PEER) if not report.only_waited)
+    causes: list[str] = []
+    peers: list[int] = []
+    stopped: list[int] = []
+    slow: list[int] = []
+    for report, blame in rest.items():
+        ranks = _ranks([report])
+        if blame is _Blame.CAUSE:
+            verb = "was lost" if report.is_lost else "failed"
+            causes.append(f"{report.who} {verb} too: {report.cause}")
+        elif blame is _Blame.PEER and not report.only_waited:
+            peers += ranks
+        elif blame is _Blame.STOPPED and not nobody_failed and killed.isdisjoint(ranks):
+            stopped += ranks
+        elif blame is _Blame.STOPPED:
+            slow += ranks
+    lines = causes[:_CAUSES_SHOWN]
     if peers:
-        whose = "its" if len(peers) == 1 else "their"
-        lines.append(f"{rank_text(peers)} then lost {whose} connection to it")
-    stopped = _ranks(with_blame(_Blame.STOPPED))
-    if stopped and nobody_failed:
-        logs = "its log" if len(stopped) == 1 else "their logs"
-        lines.append(f"{rank_text(stopped)} had not failed but had to be killed: read {logs} first")
+        lines.append(
+            _of_ranks(peers, "then lost its connection to it", "then lost their connection to it")
+        )
+    if slow and nobody_failed:
+        before = "had not failed but had to be killed: read"
+        lines.append(_of_ranks(slow, f"{before} its log first", f"{before} their logs first"))
         return lines
-    in_time = [rank for rank in stopped if rank not in killed]
-    if in_time:
-        lines.append(f"{rank_text(in_time)} {'was' if len(in_time) == 1 else 'were'} then stopped")
-    slow = [rank for rank in stopped if rank in killed]
+    if stopped:
+        lines.append(_of_ranks(stopped, "was then stopped", "were then stopped"))
     if slow:
-        verb = "was" if len(slow) == 1 else "were"
-        lines.append(f"{rank_text(slow)} did not stop within {grace_s:g} s and {verb} killed")
+        late = f"did not stop within {grace_s:g} s and"
+        lines.append(_of_ranks(slow, f"{late} was killed", f"{late} were killed"))
     return lines
+
+
+def _of_ranks(ranks: Sequence[int], of_one: str, of_several: str) -> str:
+    return f"{rank_text(ranks)} {of_one if len(ranks) == 1 else of_several}"
 
 
 def _after_hang(hang: Finding, peers: Sequence[_Report]) -> Finding:
@@ -368,7 +390,6 @@ def _of_early_end(
     finding: Finding, first: _Report, finished: Sequence[int], aftermath: Sequence[str]
 ) -> Finding:
     """Return the root cause for ranks that finished while another one still needed them."""
-    pronoun = "it" if len(finished) == 1 else "them"
     why = [
         "the ranks did not run the same number of steps",
         f"{first.who} then failed: {first.cause}",
@@ -376,7 +397,11 @@ def _of_early_end(
     return dataclasses.replace(
         finding,
         name="rank-ended-early",
-        what=f"{rank_text(finished)} finished while {first.who} still needed {pronoun}",
+        what=_of_ranks(
+            finished,
+            f"finished while {first.who} still needed it",
+            f"finished while {first.who} still needed them",
+        ),
         why=_clean([*why, *aftermath]),
         fix="give every rank the same number of batches: a DistributedSampler, drop_last=True, or "
         "torch.distributed.algorithms.Join; no collective inside `if rank == 0`",
