@@ -31,6 +31,7 @@ from torchmuster.train.checkpointing import checkpointer as checkpointer_module
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, SaveReport
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.fsdp import Fsdp
+from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.single import Single
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import whole_tensor
@@ -75,7 +76,13 @@ class Training:
         self, world: World, way: str, *, seed: int = 0, width: int = 6, kind: str = "AdamW"
     ) -> None:
         self.world = world
-        self.strategy: Strategy = {"ddp": Ddp, "fsdp": Fsdp, "single": Single}[way](world)
+        strategies: dict[str, Any] = {
+            "ddp": Ddp,
+            "fsdp": Fsdp,
+            "hybrid": partial(Fsdp, sharding=Sharding(kind="hybrid_shard", shard_size=2)),
+            "single": Single,
+        }
+        self.strategy: Strategy = strategies[way](world)
         torch.manual_seed(seed)
         self.model = self.strategy.prepare(Kinds(width))
         trained = [one for one in self.model.parameters() if one.requires_grad]
@@ -132,7 +139,9 @@ def relay(
     world: World, folder: Path, places: list[str], saves: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read each folder into each strategy, then train and save anew; return what was read and saved."""
-    strategies = ["fsdp", "ddp"] if world.world_size > 1 else ["fsdp", "single"]
+    strategies = {1: ["fsdp", "single"], 4: ["fsdp", "ddp", "hybrid"]}.get(
+        world.world_size, ["fsdp", "ddp"]
+    )
     read = {
         f"{place} into {strategy}": _read(world, folder / place, strategy)
         for place in places
@@ -298,6 +307,35 @@ def go_wrong(world: World, folder: Path) -> dict[str, Any]:
         ]
         result["unsupported"] = _unsupported(checkpointer)
     return result
+
+
+def lose_mount(world: World, folder: Path) -> list[tuple[str | None, int]]:
+    """Save while the folder is gone, and after it is back; return problems and numbers of checkpoints."""
+    store = FolderStore(folder / "mounted")
+    training = Training(world, "fsdp")
+    results = []
+    with Checkpointer(store) as checkpointer:
+        for is_mounted in (True, False, True):
+            training.train(1)
+            if world.is_first and not is_mounted:
+                store.folder.rename(folder / "elsewhere")
+                store.folder.touch()  # nothing can be created below it
+            all_gather_object(None, world)
+            training.save(checkpointer)
+            report = checkpointer.wait()
+            assert report is not None
+            if world.is_first and not is_mounted:
+                store.folder.unlink()
+                (folder / "elsewhere").rename(store.folder)
+            names = all_gather_object(store.names(), world)[0]
+            results.append((report.problem, len(names)))
+        digest = training.digest()
+        training.train(1)
+        loaded = checkpointer.load(training.state())
+        assert loaded is not None
+        training.restore(loaded)
+        assert training.digest() == digest
+    return results
 
 
 def _let_go(gate: threading.Event, world: World) -> None:

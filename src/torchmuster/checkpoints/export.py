@@ -1,9 +1,10 @@
 """Export a checkpoint's weights as a folder of safetensors that transformers or peft can load.
 
-Parts of tensors are copied from the ranks' files to the new ones, a few MiB at a time: neither a
-tensor nor a file is ever fully in memory. Then both are read again and compared.
+One tensor after another is put together from the ranks' files, written, read back and compared: only one is in
+memory at a time.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -13,14 +14,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from torchmuster.checkpoints.manifest import Manifest
 from torchmuster.checkpoints.model_class import set_dtype
 from torchmuster.checkpoints.store import Store
 from torchmuster.checkpoints.tensor_files import (
     ELEMENT_BYTES,
-    Chunk,
     StoredTensor,
     file_head,
     read_head,
@@ -37,7 +36,6 @@ _DEFAULT = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
 _WHOLE_COPY = ".modules_to_save.default."
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _MOST_IN_A_FILE_BYTES = 2 * 10**9
-_PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ def export_weights(
     has an adapter_config.json, only the LoRA matrices are written, in peft's format. A checkpoint
     with LoRA but without that file is rejected unless ``as_it_is``: next to a config.json, its
     names would load random weights. The folder appears when it is complete and ``finish``, which
-    may check or change it, has returned. ``on_bytes`` is called for each piece. Of tied parameters
+    may check or change it, has returned. ``on_bytes`` is called for each tensor. Of tied parameters
     only the first is written.
     """
     try:
@@ -96,9 +94,9 @@ def export_weights(
         if not adapter:
             sizes = {name: tensor.size_bytes for name, tensor in tensors.items()}
             files = files_of_weights(sizes, most_in_a_file_bytes)
-        places = _write_heads(unfinished, files, tensors)
-        for transfer in (_write, _compare):
-            _for_each_run(store, manifest.name, unfinished, tensors, places, transfer, on_bytes)
+        for file, names in files.items():
+            in_file = {name: tensors[name] for name in names}
+            _write_file(unfinished / file, in_file, store, manifest.name, on_bytes)
         write_index(unfinished, files, sum(tensor.size_bytes for tensor in tensors.values()))
         if beside is not None:
             shutil.copytree(beside, unfinished, dirs_exist_ok=True)
@@ -239,77 +237,54 @@ def _refuse_unwritable(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _write_heads(
-    folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, StoredTensor]
-) -> dict[str, tuple[str, int]]:
-    """Create the files at full size, without the tensors' bytes; return where those belong."""
-    places = {}
-    for file, names in files.items():
-        # Sorted by element size, so that each tensor is aligned to it, as readers expect.
-        names = sorted(names, key=lambda name: -ELEMENT_BYTES[tensors[name].dtype])
-        head = file_head([(name, tensors[name].dtype, tensors[name].shape) for name in names])
-        end = len(head)
-        for name in names:
-            places[name] = file, end
-            end += tensors[name].size_bytes
-        with (folder / file).open("xb") as stream:
-            stream.write(head)
-            stream.truncate(end)
-    return places
-
-
-def _for_each_run(
+def _write_file(
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
     store: Store,
     checkpoint: str,
-    folder: Path,
-    tensors: Mapping[str, StoredTensor],
-    places: Mapping[str, tuple[str, int]],
-    transfer: Callable[[BinaryIO, bytes], None],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Read the ranks' files one after another, and write or compare each piece at its place."""
-    by_source: dict[str, list[tuple[Chunk, str]]] = {}
-    for name, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            by_source.setdefault(chunk.file, []).append((chunk, name))
-    for source, chunks in sorted(by_source.items()):
-        try:
-            with store.open(checkpoint, source) as stream:
-                for chunk, name in sorted(chunks, key=lambda each: each[0].begin):
-                    file, begin = places[name]
-                    element_bytes = ELEMENT_BYTES[tensors[name].dtype]
-                    length, starts = contiguous_runs(tensors[name].shape, chunk.offset, chunk.shape)
-                    stream.seek(chunk.begin)
-                    with (folder / file).open("r+b") as target:
-                        for start in starts:
-                            target.seek(begin + start * element_bytes)
-                            for piece in _pieces(stream, length * element_bytes):
-                                transfer(target, piece)
-                                on_bytes(len(piece))
-        except (ValueError, FileNotFoundError) as error:
-            raise _damaged(store, checkpoint, f"{source}: {error}") from error
+    """Write tensors one after another; then read each of them back and compare."""
+    # Sorted by element size, so that each tensor is aligned to it, as readers expect.
+    names = sorted(tensors, key=lambda name: -ELEMENT_BYTES[tensors[name].dtype])
+    head = file_head([(name, tensors[name].dtype, tensors[name].shape) for name in names])
+    digests = []
+    with path.open("xb") as stream:
+        stream.write(head)
+        for name in names:
+            try:
+                content = _read_tensor(store, checkpoint, tensors[name])
+            except (ValueError, FileNotFoundError) as error:
+                raise _damaged(store, checkpoint, str(error)) from error
+            stream.write(content)
+            digests.append(hashlib.sha256(content).digest())
+            on_bytes(len(content))
+    with path.open("rb") as stream:
+        stream.seek(len(head))
+        for name, digest in zip(names, digests, strict=True):
+            if hashlib.sha256(stream.read(tensors[name].size_bytes)).digest() != digest:
+                raise MusterError(
+                    "the written weights are wrong: reading them back gives other bytes",
+                    why=f"{name} in {path.name} differs from the checkpoint",
+                    fix="write them again; if this happens again, check the disk and the memory of this host",
+                )
 
 
-def _pieces(stream: BinaryIO, length: int) -> Iterator[bytes]:
-    while length:
-        piece = stream.read(min(length, _PIECE_BYTES))
-        if not piece:
-            raise ValueError("unexpected end of file")
-        yield piece
-        length -= len(piece)
-
-
-def _write(target: BinaryIO, piece: bytes) -> None:
-    target.write(piece)
-
-
-def _compare(target: BinaryIO, piece: bytes) -> None:
-    if target.read(len(piece)) != piece:
-        raise MusterError(
-            "the written weights are wrong: reading them back gives other bytes",
-            why=f"{Path(target.name).name} differs from the checkpoint",
-            fix="write them again; if this happens again, check the disk and the memory of this host",
-        )
+def _read_tensor(store: Store, checkpoint: str, tensor: StoredTensor) -> bytearray:
+    """Put the elements of a tensor together from the ranks' files."""
+    element_bytes = ELEMENT_BYTES[tensor.dtype]
+    content = bytearray(tensor.size_bytes)
+    for chunk in tensor.chunks:
+        length, starts = contiguous_runs(tensor.shape, chunk.offset, chunk.shape)
+        with store.open(checkpoint, chunk.file) as stream:
+            stream.seek(chunk.begin)
+            for start in starts:
+                run = stream.read(length * element_bytes)
+                if len(run) < length * element_bytes:
+                    raise ValueError(f"{chunk.file}: unexpected end of file")
+                begin = start * element_bytes
+                content[begin : begin + len(run)] = run
+    return content
 
 
 def _exported(folder: Path, *, compared: int) -> Exported:

@@ -6,7 +6,7 @@ changed bit is detected here too.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +17,6 @@ from torchmuster.checkpoints.store import (
     Store,
     decode_strictly,
     is_file_name,
-    read_small,
     step_of,
 )
 from torchmuster.errors import MusterError
@@ -25,7 +24,6 @@ from torchmuster.redaction import harmless
 
 FORMAT = 1
 _MOST_BYTES = 2**30  # the random states of a rank take about 15 kB
-_PIECE_BYTES = 4 * 2**20
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Ranks = Annotated[int, Meta(ge=1, le=10**6)]
@@ -133,17 +131,10 @@ def new_name(step: int) -> str:
     return f"step-{step:08d}-{os.urandom(2).hex()}"
 
 
-def sha256_of(
-    store: Store, name: str, file: str, *, on_bytes: Callable[[int], None] | None = None
-) -> str:
-    """Return the hash of a stored file; ``on_bytes`` is called for each piece that was read."""
-    digest = hashlib.sha256()
+def sha256_of(store: Store, name: str, file: str) -> str:
+    """Return the hash of a stored file."""
     with store.open(name, file) as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            digest.update(piece)
-            if on_bytes is not None:
-                on_bytes(len(piece))
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
@@ -176,11 +167,12 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     store fails.
     """
     try:
-        text = read_small(store, name, MARKER, most_bytes=_MOST_BYTES)
+        with store.open(name, MARKER) as stream:
+            text = stream.read(min(store.size(name, MARKER) or 0, _MOST_BYTES) + 1)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise UnreadableManifest(str(error)) from None
+    if len(text) > _MOST_BYTES:
+        raise UnreadableManifest(f"{MARKER} is larger than {_MOST_BYTES} bytes")
     manifest = Manifest.from_json(text)
     if manifest.name != name:
         raise UnreadableManifest(f"it is the manifest of {manifest.name}")

@@ -23,9 +23,7 @@ _READ_AHEAD_BYTES = 4 * 2**20
 
 
 class ObjectStore:
-    """Implements :class:`~torchmuster.checkpoints.store.Store` over an fsspec file system."""
-
-    folder = None
+    """Checkpoints in an fsspec file system; the methods are those of FolderStore."""
 
     def __init__(self, storage: fsspec.AbstractFileSystem, root: str) -> None:
         self._storage = storage

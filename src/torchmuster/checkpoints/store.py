@@ -11,55 +11,22 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 
 from torchmuster.errors import Impossible
 from torchmuster.redaction import harmless, redact_text
 
+if TYPE_CHECKING:
+    from torchmuster.checkpoints.object_storage import ObjectStore
+
 MARKER = "manifest.json"  # written last: a folder without it is not a checkpoint
 _CHECKPOINT = re.compile(r"step-(\d{8,15})-[0-9a-f]{4,16}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some shared file systems cannot sync a folder
-_PIECE_BYTES = 2**20
 T = TypeVar("T")
-
-
-class Store(Protocol):
-    """A location of checkpoints. Its methods raise OSError or MusterError on failure."""
-
-    @property
-    def where(self) -> str:
-        """The folder or URL, for display."""
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder, if ranks can write files there; None for object storage."""
-
-    def names(self) -> list[str]:
-        """Return every checkpoint, including unfinished ones, in the order of their steps."""
-
-    def sizes(self, name: str) -> dict[str, int | None]:
-        """Return the size of each file in a checkpoint; None for an entry that is not a regular file."""
-
-    def size(self, name: str, file: str) -> int | None:
-        """Return the size of a file; None if there is no such file."""
-
-    def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
-
-    def write(self, name: str, file: str, content: bytes) -> None:
-        """Write a small file: complete and durable on return, or absent after an error."""
-
-    def upload(self, name: str, path: Path) -> None:
-        """Copy a local file into a checkpoint."""
-
-    def delete(self, name: str) -> None:
-        """Delete a checkpoint, its marker first, so that a partial one never counts as complete."""
-
-    def free_bytes(self) -> int | None:
-        """Return the free space; None if it is not limited."""
+Store: TypeAlias = "FolderStore | ObjectStore"
 
 
 def open_store(location: str | Path) -> Store:
@@ -120,17 +87,6 @@ def checked_file(file: str) -> str:
     return file
 
 
-def read_small(store: Store, name: str, file: str, *, most_bytes: int) -> bytes:
-    """Read a whole small file; ValueError if it is larger than the limit."""
-    content = bytearray()
-    with store.open(name, file) as stream:
-        while piece := stream.read(_PIECE_BYTES):  # in pieces: one read would allocate the maximum
-            content += piece
-            if len(content) > most_bytes:
-                raise ValueError(f"{file} is larger than {most_bytes} bytes")
-    return bytes(content)
-
-
 def decode_strictly(text: bytes | msgspec.Raw, kind: type[T]) -> T:
     """Parse JSON of exactly this type; ValueError describes the error."""
     try:
@@ -140,19 +96,22 @@ def decode_strictly(text: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 class FolderStore:
-    """Implements :class:`Store` over a folder."""
+    """Checkpoints in a folder. Methods raise OSError or MusterError on failure.
+
+    :class:`~torchmuster.checkpoints.object_storage.ObjectStore` has the same methods.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
     @property
     def where(self) -> str:
-        """The folder."""
+        """The folder or URL, for display."""
         return str(self._folder)
 
     @property
-    def folder(self) -> Path | None:
-        """The folder."""
+    def folder(self) -> Path:
+        """The folder, where ranks can write files."""
         return self._folder
 
     def names(self) -> list[str]:
@@ -163,7 +122,7 @@ class FolderStore:
             return []
 
     def sizes(self, name: str) -> dict[str, int | None]:
-        """Return the size of each file; empty if the checkpoint does not exist."""
+        """Return the size of each file in a checkpoint; None for an entry that is not a regular file."""
         sizes: dict[str, int | None] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
             for entry in entries:
@@ -191,7 +150,7 @@ class FolderStore:
         return os.fdopen(handle, "rb")
 
     def write(self, name: str, file: str, content: bytes) -> None:
-        """Write a temporary file, sync it to disk, then rename it."""
+        """Write a small file: complete and durable on return, or absent after an error."""
         path = self._path(name, file)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
@@ -208,12 +167,8 @@ class FolderStore:
                 temporary.unlink(missing_ok=True)
             raise
 
-    def upload(self, name: str, path: Path) -> None:
-        """Copy a local file into a checkpoint."""
-        shutil.copyfile(path, self._path(name, path.name))
-
     def delete(self, name: str) -> None:
-        """Delete a checkpoint, its marker first; for a link, only the link."""
+        """Delete a checkpoint, its marker first, so that a partial one never counts as complete."""
         folder = self._path(name)
         if folder.is_symlink():
             folder.unlink()
@@ -224,7 +179,7 @@ class FolderStore:
             shutil.rmtree(folder)
 
     def free_bytes(self) -> int | None:
-        """Return the free space on the disk, for this user."""
+        """Return the free space; None if it is not limited."""
         folder = self._folder
         while not folder.exists():
             folder = folder.parent

@@ -24,6 +24,13 @@ _FIX = (
     "delete it and use an older checkpoint (a resumed run uses one automatically); if no program "
     "changed the file, check the disk"
 )
+_DAMAGES = {
+    "missing": ("checkpoint-file-missing", "is missing"),
+    "truncated": ("checkpoint-file-truncated", "is truncated"),
+    "changed": ("checkpoint-file-changed", "differs from what was written"),
+    "extra": ("checkpoint-file-extra", "does not belong to it"),
+    "unreadable": ("checkpoint-unreadable", "cannot be read"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +42,12 @@ class NewestCheckpoint:
     rejected: tuple[Finding, ...] = ()
 
 
-def look_at_manifest(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
-    """Read the manifest only; None and a finding if there is none that can be read."""
+def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
+    """Read the manifest and compare the set of files and their sizes, which is fast; [] if all match.
+
+    The manifest is None if none can be read. Another file of tensors is damage too: torch reads every
+    ``*.safetensors`` in the folder.
+    """
     try:
         manifest = read_manifest(store, name)
     except ForeignVersion as error:
@@ -51,27 +62,17 @@ def look_at_manifest(store: Store, name: str) -> tuple[Manifest | None, list[Fin
         return None, [finding]
     except (UnreadableManifest, OSError) as error:
         return None, [damage(store, name, MARKER, "unreadable", str(error))]
-    if manifest is not None:
-        return manifest, []
-    finding = Finding(
-        name=UNFINISHED,
-        status=Status.NOTE,
-        what=f"{name} was not finished",
-        why=f"it has no {MARKER}, which is written last: the save was interrupted, or is still running",
-        fix="no action needed: it is never loaded, and is deleted when the run resumes",
-        evidence=f"{store.where}/{name}",
-    )
-    return None, [finding]
-
-
-def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
-    """Read the manifest and compare the set of files and their sizes, which is fast; [] if all match.
-
-    Another file of tensors is damage too: torch reads every ``*.safetensors`` in the folder.
-    """
-    manifest, findings = look_at_manifest(store, name)
     if manifest is None:
-        return None, findings
+        finding = Finding(
+            name=UNFINISHED,
+            status=Status.NOTE,
+            what=f"{name} was not finished",
+            why=f"it has no {MARKER}, which is written last: the save was interrupted, or is still running",
+            fix="no action needed: it is never loaded, and is deleted when the run resumes",
+            evidence=f"{store.where}/{name}",
+        )
+        return None, [finding]
+    findings = []
     sizes = store.sizes(name)
     for file, record in manifest.files.items():
         findings += _compare_size(store, name, file, sizes.get(file), record)
@@ -82,20 +83,13 @@ def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[F
     return manifest, findings
 
 
-def verify_file(
-    store: Store,
-    name: str,
-    file: str,
-    record: FileRecord,
-    *,
-    on_bytes: Callable[[int], None] | None = None,
-) -> list[Finding]:
+def verify_file(store: Store, name: str, file: str, record: FileRecord) -> list[Finding]:
     """Read one file and compare its size and hash; [] if it is intact."""
     try:
         findings = _compare_size(store, name, file, store.size(name, file), record)
         if findings:
             return findings
-        sha256 = sha256_of(store, name, file, on_bytes=on_bytes)
+        sha256 = sha256_of(store, name, file)
     except OSError as error:
         return [damage(store, name, file, "unreadable", error.strerror or str(error))]
     if sha256 == record.sha256:
@@ -105,13 +99,14 @@ def verify_file(
 
 
 def verify_checkpoint(
-    store: Store, name: str, *, on_bytes: Callable[[int], None] | None = None
+    store: Store, name: str, *, on_bytes: Callable[[int], None] = lambda count: None
 ) -> list[Finding]:
-    """Read every file of a checkpoint; [] if all are intact. Call ``on_bytes`` for each piece."""
+    """Read every file of a checkpoint; [] if all are intact. Call ``on_bytes`` for each file."""
     manifest, findings = look_at_checkpoint(store, name)
     if manifest is not None and not findings:
         for file, record in manifest.files.items():
-            findings += verify_file(store, name, file, record, on_bytes=on_bytes)
+            findings += verify_file(store, name, file, record)
+            on_bytes(record.size_bytes)
     return findings
 
 
@@ -161,18 +156,12 @@ def sweep_unfinished(store: Store) -> list[str]:
 
 
 def damage(store: Store, name: str, file: str, kind: str, why: str) -> Finding:
-    """Return a finding of one kind of damage: missing, truncated, changed, extra or unreadable."""
-    finding, text = {
-        "missing": ("checkpoint-file-missing", f"{file} is missing"),
-        "truncated": ("checkpoint-file-truncated", f"{file} is truncated"),
-        "changed": ("checkpoint-file-changed", f"{file} differs from what was written"),
-        "extra": ("checkpoint-file-extra", f"{file} does not belong to it"),
-        "unreadable": ("checkpoint-unreadable", f"{file} cannot be read"),
-    }[kind]
+    """Return a finding of one kind of damage."""
+    finding, problem = _DAMAGES[kind]
     return Finding(
         name=finding,
         status=Status.FAILURE,
-        what=f"{name} is damaged: {text}",
+        what=f"{name} is damaged: {file} {problem}",
         why=why,
         fix=_FIX,
         evidence=f"{store.where}/{name}/{file}",

@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -47,8 +47,28 @@ def save_weights(
     on rank 0, the hash of each tensor for :func:`compare_hashes`.
     """
     state = strategy.state_dict(model)["model"]
-    names = [one for one in state if one not in _tied_names(model)]
-    tensors = _whole_tensors(state, names, world)
+    tied = _tied_names(model)
+    tensors = {name: tensor for name, tensor in state.items() if name not in tied}
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    files = files_of_weights(sizes, most_in_a_file_bytes)
+    return write_tensors(tensors, files, folder, world, beside=beside)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    files: Mapping[str, list[str]],
+    folder: Path,
+    world: World,
+    *,
+    beside: Path | None = None,
+    finish: Callable[[Path], None] = lambda unfinished: None,
+) -> dict[str, str]:
+    """Gather tensors and write them into these files of a folder; all ranks call it.
+
+    ``finish`` may add files before the folder appears. Return, on rank 0, the hash of each tensor.
+    """
+    names = itertools.chain.from_iterable(files.values())
+    gathered = _whole_tensors(tensors, names, world)
     problem = ""
     hashes: dict[str, str] = {}
     if world.is_first:
@@ -56,23 +76,12 @@ def save_weights(
             with replaced_folder(folder) as unfinished:
                 if beside is not None:
                     shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                sizes = {name: state[name].nbytes for name in names}
-                files = files_of_weights(sizes, most_in_a_file_bytes)
-                hashes = _write_files(unfinished, tensors, files)
+                hashes = _write_files(unfinished, gathered, files)
+                finish(unfinished)
         except (OSError, SafetensorError) as error:
             problem = str(error)
-    for _ in tensors:  # every rank takes part in gathering each tensor
+    for _ in gathered:  # every rank takes part in gathering each tensor
         pass
-    refuse_unwritten(problem, folder, world)
-    return hashes
-
-
-class WeightsNotWritten(MusterError):
-    """The disk refused the weights; raised on all ranks."""
-
-
-def refuse_unwritten(problem: str, folder: Path, world: World) -> None:
-    """Raise the same error on all ranks if rank 0 could not write; all ranks call it."""
     problem = all_gather_object(problem, world)[0]
     if problem:
         raise WeightsNotWritten(
@@ -80,6 +89,11 @@ def refuse_unwritten(problem: str, folder: Path, world: World) -> None:
             why=problem,
             fix="free disk space there, or write them to another folder",
         )
+    return hashes
+
+
+class WeightsNotWritten(MusterError):
+    """The disk refused the weights; raised on all ranks."""
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -98,19 +112,14 @@ def compare_hashes(folder: Path, hashes: Mapping[str, str]) -> int:
             found.update({name: tensor_hash(opened.get_tensor(name)) for name in opened.keys()})  # noqa: SIM118
     names = found.keys() | hashes.keys()
     wrong = [name for name in names if found.get(name) != hashes.get(name)]
-    refuse_wrong_tensors(wrong, "the trained model")
-    return len(found)
-
-
-def refuse_wrong_tensors(names: Sequence[str], source: str) -> None:
-    """Raise an error if written tensors differ from their source."""
-    if names:
+    if wrong:
         raise MusterError(
-            f"the written weights are wrong: {plural(len(names), 'tensor')} not equal to those of "
-            f"{source}",
-            why=some_names(names),
+            f"the written weights are wrong: {plural(len(wrong), 'tensor')} not equal to those of "
+            "the trained model",
+            why=some_names(wrong),
             fix="write them again; if this happens again, check the disk and the memory of this host",
         )
+    return len(found)
 
 
 def some_names(names: Sequence[object]) -> str:
@@ -174,11 +183,11 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _whole_tensors(
-    state: Mapping[str, torch.Tensor], names: list[str], world: World
+    tensors: Mapping[str, torch.Tensor], names: Iterable[str], world: World
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each full tensor, on rank 0 in host memory; the other ranks only help to gather it."""
     for name in names:
-        tensor = whole_tensor(state[name].detach())
+        tensor = whole_tensor(tensors[name].detach())
         if world.is_first:
             tensor = tensor.to("cpu", copy=True).contiguous()
         yield name, tensor

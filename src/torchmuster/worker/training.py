@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from torchmuster.checkpoints.export import name_in_adapter
 from torchmuster.checkpoints.export_check import ExportCheck, run_check
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
@@ -35,13 +34,7 @@ from torchmuster.train.progress import progress
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Evaluation, Trainer
-from torchmuster.train.weights import (
-    WeightsNotWritten,
-    compare_hashes,
-    save_weights,
-    tensor_hash,
-    whole_tensor,
-)
+from torchmuster.train.weights import WeightsNotWritten, compare_hashes, save_weights
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import parse_seconds, plural
 from torchmuster.worker.data import (
@@ -300,8 +293,7 @@ def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -
         if recipe.lora is None:
             return save_weights(trainer.model, strategy, place, world, beside=beside)
         state = strategy.state_dict(trainer.model)["model"]
-        lora.save_adapters(trainer.model, state, place, world, beside=beside)
-        return _adapter_hashes(state)
+        return lora.save_adapters(trainer.model, state, place, world, beside=beside)
 
     hashes = _until_written(write, world)
     with rank_zero_first(world):
@@ -333,16 +325,6 @@ def _until_written(write: Callable[[], dict[str, str]], world: World) -> dict[st
             rank_zero_log(world, render([found]))
             time.sleep(RETRY_EVERY_S)
             progress.phase = ""
-
-
-def _adapter_hashes(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the hash of each tensor of an adapter; all ranks call it."""
-    names = {name: name_in_adapter(name) for name in state}
-    return {
-        other: tensor_hash(whole_tensor(state[name].detach()))
-        for name, other in names.items()
-        if other is not None
-    }
 
 
 def _check_final(recipe: ModelRecipe, place: Path, hashes: dict[str, str]) -> str:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from torchmuster.checkpoints.foreign import Completeness, condition_of, sizes_in_metadata
+from torchmuster.checkpoints.foreign import Completeness, condition_of
 
 pytestmark = pytest.mark.engine
 STATE = {"weight": torch.arange(3000.0), "bias": torch.ones(7), "step": 12}
@@ -49,7 +49,8 @@ def test_a_file_of_safetensors(tmp_path: Path) -> None:
 def test_a_folder_of_dcp(tmp_path: Path) -> None:
     folder = tmp_path / "dcp"
     save_sharded({"model": STATE}, checkpoint_id=folder)
-    needed = sizes_in_metadata((folder / ".metadata").read_bytes())
-    assert needed == {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size}
-    for name in (".metadata", "__0_0.distcp"):
-        _torn_wherever_it_is_cut(folder, folder / name, "DCP")
+    assert condition_of(str(folder), "DCP").state is Completeness.COMPLETE
+    (folder / ".metadata").unlink()
+    found = condition_of(str(folder), "DCP")
+    assert found.state is Completeness.TORN
+    assert ".metadata" in found.why

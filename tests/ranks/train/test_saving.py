@@ -19,16 +19,17 @@ def test_what_some_ranks_save_any_number_reads_bit_by_bit(
     digests: dict[str, str] = {}
     for ranks, places, saves in (
         (2, [], ["ddp", "fsdp"]),
-        (4, ["fsdp-2", "ddp-2"], ["fsdp"]),
+        (4, ["fsdp-2", "ddp-2"], ["fsdp", "hybrid"]),
         (3, ["fsdp-4", "ddp-2"], []),
-        (1, ["fsdp-4", "ddp-2"], ["single"]),
-        (2, ["single-1", "fsdp-4", "fsdp-2", "ddp-2"], []),
+        (1, ["fsdp-4", "hybrid-4", "ddp-2"], ["single"]),
+        (2, ["single-1", "fsdp-4", "hybrid-4", "fsdp-2", "ddp-2"], []),
+        (4, ["hybrid-4", "single-1"], []),
     ):
         told = run_ranks(saving.relay, ranks, tmp_path, places, saves)
         assert all(one == told[0] for one in told)
         read, saved = told[0]
         digests |= saved
-        assert len(read) == 2 * len(places)
+        assert len(read) == (3 if ranks == 4 else 2) * len(places)
         for case, (digest, step, has_own, progress) in read.items():
             place = case.split()[0]
             assert digest == digests[place], case
@@ -142,6 +143,19 @@ def test_a_full_disk_fails_a_save_and_nothing_else(run_ranks: RunRanks, tmp_path
     assert (good, good_again) == (None, None)
     assert "No space left on device" in bad
     assert (one, still_one, two) == (1, 1, 2)
+
+
+def test_a_mount_that_is_lost_fails_a_save_and_nothing_else(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    results = run_ranks(saving.lose_mount, 2, tmp_path)
+    assert results[0] == results[1]
+    good, (problem, count), good_again = results[0]
+    assert good == (None, 1)
+    assert problem is not None
+    assert "NotADirectoryError" in problem
+    assert count == 1
+    assert good_again == (None, 2)
 
 
 @pytest.mark.nightly

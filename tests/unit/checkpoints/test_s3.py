@@ -3,11 +3,15 @@
 import json
 import os
 import re
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,62 @@ def service(port: int = 0) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     finally:
         process.kill()
         process.communicate()
+
+
+class Line(socketserver.BaseRequestHandler):
+    """A connection to the service, with the fault that the line has at the moment."""
+
+    server: "FaultyLine"
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.server.port)) as service:
+            answers = threading.Thread(target=self._pass_on, args=(service, self.request))
+            answers.start()
+            self._pass_on(self.request, service)
+            answers.join()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while piece := source.recv(2**16):
+                fault, is_request = self.server.fault, source is self.request
+                if fault == "slow":
+                    time.sleep(0.05)
+                elif fault == "503" and is_request:
+                    answer = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n"
+                    source.sendall(answer)
+                    break
+                elif fault == ("cut" if is_request else "partial"):
+                    target.sendall(piece[: len(piece) // 2])
+                    break
+                target.sendall(piece)
+        except OSError:
+            pass  # the other side is closed already
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class FaultyLine(socketserver.ThreadingTCPServer):
+    """A line between a client and the service, whose fault a test sets."""
+
+    daemon_threads = True
+    fault: str | None = None
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), Line)
+        self.port = port
+
+
+@contextmanager
+def faulty_line(port: int) -> Iterator[FaultyLine]:
+    with FaultyLine(port) as line:
+        thread = threading.Thread(target=line.serve_forever)
+        thread.start()
+        try:
+            yield line
+        finally:
+            line.shutdown()
+            thread.join()
 
 
 class Client:
@@ -131,3 +191,28 @@ def test_checkpoints_in_s3_and_a_service_that_is_killed_in_the_middle(tmp_path: 
 def _checkpoints_seen(port: int) -> set[str]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/bucket?list-type=2") as answer:
         return set(re.findall(r"<Key>run/(step-[^/]*)/", answer.read().decode()))
+
+
+def test_faults_of_the_line_leave_whole_checkpoints_or_none() -> None:
+    pytest.importorskip("moto")
+    with (
+        service() as (_, port),
+        faulty_line(port) as line,
+        client("s3://bucket/run", line.server_address[1]) as saver,
+    ):
+        saver.ask("bucket bucket")
+        newest = saver.ask("save 10")
+        for fault in ("cut", "503", "partial", "slow"):
+            line.fault = fault
+            saved, read = saver.ask("save 20"), saver.ask("newest")
+            line.fault = None
+            if fault == "slow":
+                newest = saved
+                assert read == newest
+            else:
+                for answer in (saved, read):
+                    assert answer["error"][0] == "cannot access s3://bucket/run"
+            # What was not committed is not seen; no damage is reported for what could not be read.
+            assert saver.ask("newest") == newest
+            assert saver.ask(f"verify {newest}") == []
+        assert saver.ask("save 30") == saver.ask("newest")

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -132,8 +132,8 @@ class Checkpointer:
         self._local = LocalCopy(location, self._ranks)
         self._planner = _planner_class()
         self._stager: DefaultStager | None = None
-        self._save: _Save | None = None
-        self._last: SaveReport | None = None
+        self._thread: threading.Thread | None = None  # commits the save that is being written
+        self._report: SaveReport | None = None  # of the last save
 
     def check_room(self, state: dict[str, Any]) -> list[Finding]:
         """Check before the first step that a checkpoint fits, and that all ranks see the same folder.
@@ -203,24 +203,37 @@ class Checkpointer:
             tied=tied,
             state=rest,
         )
-        self._save = _Save(self._commit, future, manifest, own, began=began, waited_s=waited_s)
+        self._report = SaveReport(
+            step=step,
+            name=name,
+            size_bytes=0,
+            stall_s=time.perf_counter() - began,
+            waited_s=waited_s,
+            took_s=0.0,
+            problem="the process is ending",
+        )
+        # A daemon: a failed training exits at once, even if the storage still waits.
+        self._thread = threading.Thread(
+            target=self._finish, args=(future, manifest, own), name="muster-saving", daemon=True
+        )
+        self._thread.start()
 
     def poll(self) -> None:
         """Report a save that has ended meanwhile; call it every step."""
-        if self._save is not None and not self._save.thread.is_alive():
+        if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is committed or has failed; return its report."""
-        save, self._save = self._save, None
-        if save is not None:
-            save.thread.join()
-            self._last = save.report()
-            if self._last.problem is not None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            assert self._report is not None
+            if self._report.problem is not None:
                 self._planner = _planner_class()  # forget plans that were made but not used
             if self._on_saved is not None:
-                self._on_saved(self._last)
-        return self._last
+                self._on_saved(self._report)
+        return self._report
 
     def load(self, state: dict[str, Any], *, optional: Collection[str] = ()) -> Loaded | None:
         """Load the newest good checkpoint into the tensors of ``state``; None if there is none.
@@ -248,7 +261,7 @@ class Checkpointer:
                 process_group=self._ranks.group,
             )
         for name, first in manifest.tied.items():
-            if name in tensors and not _is_same_memory(tensors[name], tensors[first]):
+            if name in tensors:
                 tensors[name].copy_(tensors[first])
         self._local.clear(newest.name)
         own = manifest.own[self._ranks.rank] if len(manifest.own) == self._ranks.size else None
@@ -301,13 +314,26 @@ class Checkpointer:
             mine[name] = tensor if local.is_contiguous() else tensor.contiguous()
         return mine
 
+    def _finish(self, future: "Future[Any]", manifest: Manifest, own: Any) -> None:
+        """Commit a save and complete its report; runs in a thread of its own, on all ranks."""
+        assert self._report is not None
+        began = time.perf_counter() - self._report.stall_s + self._report.waited_s
+        size_bytes = 0
+        try:
+            problem, size_bytes = self._commit(future, manifest, own)
+        except Exception as error:  # another rank is gone
+            problem = f"{type(error).__name__}: {error}"
+        self._report = replace(
+            self._report,
+            size_bytes=size_bytes,
+            took_s=time.perf_counter() - began,
+            problem=problem,
+        )
+
     def _commit(
         self, future: "Future[Any]", manifest: Manifest, own: Any
     ) -> tuple[str | None, int]:
-        """Wait until all ranks have written, and write the manifest; return the problem and the size.
-
-        Runs in a thread of its own, on all ranks.
-        """
+        """Wait until all ranks have written, and write the manifest; return the problem and the size."""
         name, ranks = manifest.name, self._ranks
         files, problem = {}, None
         try:
@@ -319,13 +345,15 @@ class Checkpointer:
         size_bytes = 0
         if ranks.is_first:
             problem = next((text for text, _, _ in gathered if text is not None), None)
-            if problem is None:
-                try:
-                    size_bytes = commit_checkpoint(
-                        self.store, _complete(manifest, gathered)
-                    ).size_bytes
-                except (OSError, MusterError, ValueError) as error:
-                    problem = cause_of(error, 0)
+            files = {file: record for _, part, _ in gathered for file, record in part.items()}
+            manifest = msgspec.structs.replace(
+                manifest, files=files, own=tuple(own_of_rank for _, _, own_of_rank in gathered)
+            )
+            try:
+                if problem is None:
+                    size_bytes = commit_checkpoint(self.store, manifest).size_bytes
+            except (OSError, MusterError, ValueError) as error:
+                problem = cause_of(error, 0)
             with contextlib.suppress(OSError, MusterError):  # the next save tries it again
                 if problem is None:
                     keep_newest(self.store, self._keep)
@@ -346,9 +374,7 @@ class Checkpointer:
             )
             for path in paths
         }
-        if self.store.folder is None:
-            for path in paths:
-                self.store.upload(name, path)
+        self._local.upload(name, paths)
         return records
 
     def _newest_good(self) -> NewestCheckpoint | None:
@@ -398,52 +424,6 @@ class Checkpointer:
         return manifest, list(by_text.values())
 
 
-class _Save:
-    """A save that is being written, and the thread that commits it."""
-
-    def __init__(
-        self,
-        commit: Callable[..., tuple[str | None, int]],
-        future: "Future[Any]",
-        manifest: Manifest,
-        own: Any,
-        *,
-        began: float,
-        waited_s: float,
-    ) -> None:
-        self._manifest = manifest
-        self._began = began
-        self._waited_s = waited_s
-        self._result: tuple[str | None, int] = ("the process is ending", 0)
-        self._took_s = 0.0
-        # A daemon: a failed training exits at once, even if the storage still waits.
-        self.thread = threading.Thread(
-            target=self._run, args=(commit, future, own), name="muster-saving", daemon=True
-        )
-        self.thread.start()
-        self._stall_s = time.perf_counter() - began
-
-    def _run(self, commit: Callable[..., tuple[str | None, int]], future: Any, own: Any) -> None:
-        try:
-            self._result = commit(future, self._manifest, own)
-        except Exception as error:  # another rank is gone
-            self._result = f"{type(error).__name__}: {error}", 0
-        self._took_s = time.perf_counter() - self._began - self._waited_s
-
-    def report(self) -> SaveReport:
-        """Return the result; call it after the thread has ended."""
-        problem, size_bytes = self._result
-        return SaveReport(
-            step=self._manifest.step,
-            name=self._manifest.name,
-            size_bytes=size_bytes,
-            stall_s=self._stall_s,
-            waited_s=self._waited_s,
-            took_s=self._took_s,
-            problem=problem,
-        )
-
-
 def _planner_class() -> type[DefaultSavePlanner]:
     """Return a subclass of its own: torch caches plans per class name, for all of a process's saves.
 
@@ -465,15 +445,6 @@ def _stager() -> DefaultStager:
     )
 
 
-def _complete(
-    manifest: Manifest, gathered: list[tuple[Any, dict[str, FileRecord], Any]]
-) -> Manifest:
-    """Return the manifest with the files and the own states of all ranks."""
-    files = {file: record for _, records, _ in gathered for file, record in records.items()}
-    own = tuple(theirs for _, _, theirs in gathered)
-    return msgspec.structs.replace(manifest, files=files, own=own)
-
-
 def _refuse_unsupported(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise for a tensor that safetensors cannot hold; torch would write a file that nobody can read."""
     for name, tensor in tensors.items():
@@ -485,13 +456,6 @@ def _refuse_unsupported(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    local, first = (
-        each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other)
-    )
-    return local.data_ptr() == first.data_ptr()
-
-
 def _room_findings(store: Store, size_bytes: int, *, keep: int) -> list[Finding]:
     """Return a finding if ``keep`` checkpoints, plus the one being written, do not fit in the store."""
     free = store.free_bytes()
@@ -499,30 +463,22 @@ def _room_findings(store: Store, size_bytes: int, *, keep: int) -> list[Finding]
         return []
     held = sum(size or 0 for name in store.names() for size in store.sizes(name).values())
     needed = (keep + 1) * size_bytes
-    figures = (
-        f"a checkpoint takes {format_bytes(size_bytes)}, and {keep + 1} exist during a save: "
-        f"{format_bytes(needed)} in total; free: {format_bytes(free)}, existing checkpoints: "
-        f"{format_bytes(held)}"
-    )
+    if free >= size_bytes and free + held >= needed:
+        return []
+    name, status = "checkpoint-little-room", Status.WARNING
+    what = f"not enough space for {keep} checkpoints in {store.where}"
     if free < size_bytes:
-        return [
-            Finding(
-                name="checkpoint-no-room",
-                status=Status.FAILURE,
-                what=f"no space for a checkpoint in {store.where}",
-                why=figures,
-                fix="free disk space there, or save to another location (checkpoint.folder)",
-            )
-        ]
-    if free + held < needed:
-        return [
-            Finding(
-                name="checkpoint-little-room",
-                status=Status.WARNING,
-                what=f"not enough space for {keep} checkpoints in {store.where}",
-                why=figures,
-                fix="free disk space there, keep fewer (checkpoint.keep), or save to another "
-                "location (checkpoint.folder)",
-            )
-        ]
-    return []
+        name, status = "checkpoint-no-room", Status.FAILURE
+        what = f"no space for a checkpoint in {store.where}"
+    return [
+        Finding(
+            name=name,
+            status=status,
+            what=what,
+            why=f"a checkpoint takes {format_bytes(size_bytes)}, and {keep + 1} exist during a save: "
+            f"{format_bytes(needed)} in total; free: {format_bytes(free)}, existing checkpoints: "
+            f"{format_bytes(held)}",
+            fix="free disk space there, keep fewer (checkpoint.keep), or save to another location "
+            "(checkpoint.folder)",
+        )
+    ]

@@ -20,10 +20,10 @@ class LocalCopy:
     """Checkpoints as folders on this host; all ranks create it together."""
 
     def __init__(self, store: Store, ranks: Ranks) -> None:
-        self._remote = store if store.folder is None else None
+        self._remote = None if isinstance(store, FolderStore) else store
         self._ranks = ranks
         self._lock: int | None = None
-        if store.folder is not None:
+        if isinstance(store, FolderStore):
             folder = store.folder
             same_host = list(range(ranks.size))  # they share the work of all hosts
         else:
@@ -50,6 +50,12 @@ class LocalCopy:
             (self.folder(name) / file).open("wb") as target,
         ):
             shutil.copyfileobj(source, target, 4 * 2**20)
+
+    def upload(self, name: str, paths: Sequence[Path]) -> None:
+        """Copy this rank's files to object storage."""
+        if self._remote is not None:
+            for path in paths:
+                self._remote.upload(name, path)
 
     def clear(self, name: str) -> None:
         """Delete the temporary copy of a checkpoint, if it is one; all ranks have read or uploaded it."""

@@ -14,16 +14,6 @@ _SHOWN = 5  # differences named in an error; the rest is counted
 _OPTIMIZER = "optimizer.state."
 # Options that differ between parameter groups and over time.
 _CHANGING_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "use_muon")
-_KINDS = {
-    frozenset({"exp_avg", "exp_avg_sq", "step"}): "like Adam and AdamW",
-    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}): "like Adam with amsgrad",
-    frozenset({"momentum_buffer"}): "like SGD with momentum",
-    frozenset({"step", "sum"}): "like Adagrad",
-    frozenset({"square_avg", "step"}): "like RMSprop",
-    frozenset({"col_var", "row_var", "step", "variance"}): "like Adafactor",
-    frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "step"}): "like Muon with AdamW",
-    frozenset({"absmax1", "absmax2", "qmap1", "qmap2", "state1", "state2"}): "like 8-bit AdamW",
-}
 
 
 def tensors_to_load(
@@ -92,40 +82,32 @@ def _options(optimizer: Any) -> dict[str, Any]:
 
 def _differences(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> list[str]:
     """Describe missing and extra tensors, and those of another shape or dtype."""
-    other_kind = _other_optimizer(saved, wanted)
-    differences = [] if other_kind is None else [other_kind]
-    for name in sorted(wanted.keys() | saved.keys()):
-        if other_kind is not None and name.startswith(_OPTIMIZER):
-            continue
+    differences = []
+    names = saved.keys() | wanted.keys()
+    before, here = _optimizer_tensors(saved), _optimizer_tensors(wanted)
+    if before != here:
+        differences.append(
+            f"the saved optimizer has {', '.join(before) or 'no tensors'} for a parameter, "
+            f"this one {', '.join(here) or 'no tensors'}"
+        )
+        names = {name for name in names if not name.startswith(_OPTIMIZER)}
+    for name in sorted(names):
         if name not in wanted:
             differences.append(f"{name} is in the checkpoint but not in this run")
         elif saved.get(name) is None:
             differences.append(f"{name} is not in the checkpoint")
         else:
-            shape, dtype = saved[name].size, saved[name].properties.dtype
-            tensor = wanted[name]
-            if shape != tensor.shape:
-                differences.append(
-                    f"{name} is {list(shape)} in the checkpoint, {list(tensor.shape)} here"
-                )
-            elif dtype != tensor.dtype:
-                differences.append(f"{name} is {dtype} in the checkpoint, {tensor.dtype} here")
+            tensor, stored = wanted[name], saved[name]
+            before_and_here = (
+                (list(stored.size), list(tensor.shape)),
+                (stored.properties.dtype, tensor.dtype),
+            )
+            for value, own in before_and_here:
+                if value != own:
+                    differences.append(f"{name} is {value} in the checkpoint, {own} here")
     return differences
 
 
-def _other_optimizer(saved: Iterable[str], wanted: Iterable[str]) -> str | None:
-    """Describe the difference of optimizer states, if any; each kind has its own state names."""
-    before, here = _state_names(saved), _state_names(wanted)
-    if before == here:
-        return None
-    return f"the saved optimizer {_kind(before)}, this one {_kind(here)}"
-
-
-def _state_names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER))
-
-
-def _kind(names: frozenset[str]) -> str:
-    if not names:
-        return "has no state (such as SGD without momentum)"
-    return f"has {', '.join(sorted(names))} ({_KINDS.get(names, 'unknown kind')})"
+def _optimizer_tensors(names: Iterable[str]) -> list[str]:
+    """Return the names of the tensors of a parameter, such as exp_avg; each kind of optimizer has its own."""
+    return sorted({name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER)})

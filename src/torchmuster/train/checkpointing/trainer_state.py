@@ -3,12 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from torchmuster.decision import Decision
 from torchmuster.finding import render
 from torchmuster.train import seeds
 from torchmuster.train.arguments import portions_of
@@ -19,44 +15,19 @@ from torchmuster.train.checkpointing.policy import (
     missing_message,
     save_message,
 )
-from torchmuster.train.data.step import Loader
 from torchmuster.train.models.parameters import frozen_names, is_below
-from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import derive_seed, seed_process
-from torchmuster.train.strategies.strategy import Strategy
-from torchmuster.train.world import World
 from torchmuster.units import plural
+
+if TYPE_CHECKING:
+    from torchmuster.train.trainer import Trainer
 
 # The random states that determine a loader's order, if it has them.
 _LOADERS_OWN = "epoch_began"
 
 
-class SavedTrainer(Protocol):
-    """The interface of :class:`torchmuster.train.trainer.Trainer` that checkpoints need."""
-
-    world: World
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    strategy: Decision[Strategy]
-    reports: Reports
-    seed: int
-    step: int
-    evaluated: int
-
-    @property
-    def reported(self) -> int:
-        """The step of the last step line."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state to save."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-
-
 @contextmanager
-def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterator[CheckpointPolicy]:
+def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[CheckpointPolicy]:
     """Enable saves during training, and save the final state."""
 
     def say(report: SaveReport) -> None:
@@ -68,9 +39,7 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
         trainer.reports.saved(report.step, problem, asdict(report))
 
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
-        saves = CheckpointPolicy(
-            saving, checkpointer, take=lambda: _trainer_state_taken(trainer, saving)
-        )
+        saves = CheckpointPolicy(saving, checkpointer, take=lambda: _state_and_own(trainer, saving))
         with _complete_state(trainer) as state:
             said = saves.check_room(_state_to_save(state, trainer, saving))
         trainer.reports.say(said)
@@ -80,7 +49,7 @@ def trainer_states(trainer: SavedTrainer, saving: CheckpointSettings) -> Iterato
         trainer.reports.say(missing_message(saves.missing))
 
 
-def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded | None:
+def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | None:
     """Load the newest good checkpoint into a trainer; None if there is none."""
     with _checkpointer(trainer, saving) as checkpointer, _complete_state(trainer) as state:
         kept = _state_to_save(state, trainer, saving)
@@ -98,7 +67,7 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
         seed_process(derive_seed(trainer.seed, "resume", trainer.step, world.global_rank))
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
-        trainer.reports.say(_trainer_state_text(loaded, trainer))
+        trainer.reports.say(_resuming_text(loaded, trainer))
         if (restored := _weight_decay(trainer)) != decay:
             trainer.reports.say(
                 f"the weight decay stays as in the checkpoint: {restored} instead of {decay}"
@@ -106,7 +75,7 @@ def resume_trainer(trainer: SavedTrainer, saving: CheckpointSettings) -> Loaded 
     return loaded
 
 
-def _weight_decay(trainer: SavedTrainer) -> str:
+def _weight_decay(trainer: "Trainer") -> str:
     return ", ".join(
         f"{group.get('weight_decay', 0.0):g} for {plural(len(group['params']), 'parameter')}"
         for group in trainer.optimizer.param_groups
@@ -114,7 +83,7 @@ def _weight_decay(trainer: SavedTrainer) -> str:
 
 
 def _checkpointer(
-    trainer: SavedTrainer,
+    trainer: "Trainer",
     saving: CheckpointSettings,
     on_saved: Callable[[SaveReport], None] | None = None,
 ) -> Checkpointer:
@@ -129,7 +98,7 @@ def _checkpointer(
 
 
 def _state_to_save(
-    state: dict[str, Any], trainer: SavedTrainer, saving: CheckpointSettings
+    state: dict[str, Any], trainer: "Trainer", saving: CheckpointSettings
 ) -> dict[str, Any]:
     """Return a state without the frozen parameters that are in the files of the base model."""
     if saving.base is None:
@@ -139,8 +108,8 @@ def _state_to_save(
     return {**state, "model": model, "base": saving.base.as_json()}
 
 
-def _trainer_state_taken(
-    trainer: SavedTrainer, saving: CheckpointSettings
+def _state_and_own(
+    trainer: "Trainer", saving: CheckpointSettings
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state to save, and this rank's own part."""
     own = seeds.save_random_states(trainer.world)
@@ -155,7 +124,7 @@ def _trainer_state_taken(
 
 
 @contextmanager
-def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
+def _complete_state(trainer: "Trainer") -> Iterator[dict[str, Any]]:
     """Return the state with the optimizer's tensors, even before the first step has created them.
 
     torch creates them by a step that changes no weight but is counted, so they are removed again.
@@ -166,7 +135,7 @@ def _complete_state(trainer: SavedTrainer) -> Iterator[dict[str, Any]]:
         trainer.optimizer.state.clear()
 
 
-def _trainer_state_text(loaded: Loaded, trainer: SavedTrainer) -> str:
+def _resuming_text(loaded: Loaded, trainer: "Trainer") -> str:
     """Report what was loaded, and why newer checkpoints were skipped."""
     newest, ranks = loaded.newest, trainer.world.world_size
     saved_by = newest.manifest.world_size

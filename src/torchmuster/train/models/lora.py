@@ -1,14 +1,12 @@
 """LoRA and QLoRA through peft and bitsandbytes: train small matrices next to frozen weights."""
 
 import math
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from torchmuster.checkpoints.export import ADAPTER_WEIGHTS, name_in_adapter
@@ -19,12 +17,7 @@ from torchmuster.train.models.parameters import (
     parameter_counts,
     peft_config,
 )
-from torchmuster.train.weights import (
-    refuse_unwritten,
-    replaced_folder,
-    save_tensors,
-    whole_tensor,
-)
+from torchmuster.train.weights import write_tensors
 from torchmuster.train.world import World
 from torchmuster.units import format_bytes
 
@@ -111,31 +104,22 @@ def save_adapters(
     world: World,
     *,
     beside: Path | None = None,
-) -> None:
-    """Write the trained adapter for peft: ``PeftModel.from_pretrained(model, folder)``.
+) -> dict[str, str]:
+    """Write the trained adapter for peft: ``PeftModel.from_pretrained(model, folder)``; all ranks call it.
 
-    ``state`` is the model's, full or sharded, and is gathered one matrix at a time. The files of
-    the folder ``beside`` are copied next to it. All ranks call this; rank 0 writes.
+    ``state`` is the model's, full or sharded, and is gathered one matrix at a time. The files of the
+    folder ``beside`` are copied next to it. Return, on rank 0, the hash of each tensor.
     """
-    adapters: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
+    adapters = {}
+    for name, tensor in state.items():
         name_in_file = name_in_adapter(name)
-        if name_in_file is None:
-            continue
-        whole = whole_tensor(value)
-        if world.is_first:
-            adapters[name_in_file] = whole.detach().cpu().contiguous()
-    problem = ""
-    if world.is_first:
-        try:
-            with replaced_folder(folder) as unfinished:
-                if beside is not None:
-                    shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                save_tensors(adapters, unfinished / ADAPTER_WEIGHTS)
-                peft_config(model).save_pretrained(unfinished)
-        except (OSError, SafetensorError) as error:
-            problem = str(error)
-    refuse_unwritten(problem, folder, world)
+        if name_in_file is not None:
+            adapters[name_in_file] = tensor
+    files = {ADAPTER_WEIGHTS: list(adapters)}
+    config = peft_config(model)
+    return write_tensors(
+        adapters, files, folder, world, beside=beside, finish=config.save_pretrained
+    )
 
 
 def four_bit_options(compute: torch.dtype, device: str) -> dict[str, Any]:
