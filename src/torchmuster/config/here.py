@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from torchmuster.config.image_folder import check_first_images, find_images
+from torchmuster.config.image_folder import image_classes
 from torchmuster.config.resolve import Resolved
 from torchmuster.config.training import FUNCTIONS, OWN_NAMES
 from torchmuster.errors import ConfigError, Impossible, Mistake
@@ -94,7 +94,7 @@ def _here_files(resolved: Resolved) -> Iterator[Mistake]:
 
 
 def _here_images(resolved: Resolved) -> Iterator[Mistake]:
-    """Check image folders: the names of all files, and the header of the first of each class."""
+    """Check image folders: each class has a subfolder."""
     data = resolved.settings.data
     classes = None
     for path, place in (
@@ -104,9 +104,7 @@ def _here_images(resolved: Resolved) -> Iterator[Mistake]:
         if place is None:
             continue
         try:
-            found = find_images(place, classes=classes)
-            check_first_images(found)
-            classes = found.classes
+            classes = image_classes(place, known=classes)
         except Impossible as error:
             yield Mistake(
                 where=resolved.sources[path].where, what=f"{error.what}: {error.why}", fix=error.fix

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchmuster.config.image_folder import check_first_images, find_images
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
@@ -35,11 +34,10 @@ _USUAL_MICRO_BATCH_SIZE = 8
 def images_of(place: str, recipe: ModelRecipe, world: World) -> ImageFolder:
     """Return a folder of images, processed as the model needs them."""
     assert recipe.files is not None, "images need a model with an image processor"
-    with rank_zero_first(world, per="node"):
-        found = find_images(place, classes=recipe.labels)
-        if world.local_rank == 0:
-            check_first_images(found)
-        return ImageFolder(found, hugging_face.load_image_processor(recipe.files))
+    assert recipe.labels is not None, "images have classes"
+    processor = hugging_face.load_image_processor(recipe.files)
+    with rank_zero_first(world, per="node"):  # the first rank lists the files
+        return ImageFolder(place, processor, recipe.labels)
 
 
 def text_of(settings: Settings, world: World, recipe: ModelRecipe | None) -> TextFormat | None:

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from torchmuster.checkpoints.base_model import BaseModel, hash_weights
-from torchmuster.config.image_folder import find_images
+from torchmuster.config.image_folder import image_classes
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
@@ -38,7 +38,7 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
         with rank_zero_first(world, per="node"):  # one rank downloads it for its host
             files = hugging_face.find_model(wanted.model_name_or_path)
     images = settings.data.images
-    labels = None if images is None else find_images(images).classes
+    labels = None if images is None else image_classes(images)
     adapters = None
     if wanted.lora_rank is not None:
         adapters = Lora(

@@ -38,62 +38,35 @@ def test_a_function_of_the_working_folder_is_called() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "why"),
+    ("name", "named"),
     [
-        ("make", "model.build is 'make', which does not have the form module:function", "a colon"),
-        (
-            ":make",
-            "model.build is ':make', which does not have the form module:function",
-            "a colon",
-        ),
-        (
-            "not_mine:make",
-            "model.build is 'not_mine:make', but there is no module 'not_mine'",
-            "it is neither in ",
-        ),
-        (
-            "mine_of_named:mak",
-            "model.build is 'mine_of_named:mak', but mine_of_named has no 'mak'",
-            "defines: Holder, make, nothing, wrong, two",
-        ),
-        (
-            "mine_of_named:number",
-            "model.build is 'mine_of_named:number', which is not a function but int",
-            "it is called without arguments",
-        ),
-        (
-            "mine_of_named:two",
-            "mine_of_named:two (model.build) needs arguments: a, b",
-            "it is called without arguments when the run starts",
-        ),
-        (
-            "mine_of_named:nothing",
-            "mine_of_named:nothing (model.build) returned None",
-            "its return value is used",
-        ),
+        ("make", "No module named 'make'"),
+        (":make", "':make'"),
+        ("not_mine:make", "No module named 'not_mine'"),
+        ("broken_of_named:make", "No module named 'not_there_at_all'"),
+        ("mine_of_named:mak", "'mak'"),
+        ("mine_of_named:number", "int"),
+        ("mine_of_named:nothing", "returned None"),
     ],
 )
-def test_what_cannot_be_used_is_told(name: str, what: str, why: str) -> None:
+def test_what_cannot_be_used_is_told(name: str, named: str) -> None:
     with pytest.raises(Impossible) as error:
         factory.call_import(name, "model.build")
-    assert error.value.what == what
-    assert why in error.value.why
+    assert "model.build" in error.value.what
+    assert named in f"{error.value.what} {error.value.why}"
     assert error.value.fix
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "note"),
+    ("name", "kind"),
     [
-        ("mine_of_named:wrong", ValueError, "it is called without arguments when the run starts"),
-        ("broken_of_named:make", ModuleNotFoundError, "was found, but importing it failed"),
-        ("syntax_of_named:make", SyntaxError, "was found, but importing it failed"),
+        ("mine_of_named:wrong", ValueError),
+        ("mine_of_named:two", TypeError),
+        ("syntax_of_named:make", SyntaxError),
     ],
 )
-def test_the_users_own_error_stays_and_says_who_called(
-    name: str, kind: type[Exception], note: str
-) -> None:
+def test_the_users_own_error_stays_and_says_who_called(name: str, kind: type[Exception]) -> None:
     with pytest.raises(kind) as error:
         factory.call_import(name, "model.build")
-    (told,) = error.value.__notes__
-    assert told.startswith(f"model.build is {name}: ")
-    assert told.endswith(note)
+    (note,) = error.value.__notes__
+    assert note.startswith(f"model.build is {name}: ")

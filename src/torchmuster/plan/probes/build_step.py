@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from torchmuster.config.image_folder import find_images
+from torchmuster.config.image_folder import image_classes
 from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes import four_bit
@@ -340,7 +340,7 @@ def _recipe(work: Work) -> ModelRecipe:
         build=work.build,
         dtype=work.torch_dtype or ("auto" if files is None else "float32"),
         lora=adapters,
-        labels=None if work.images is None else find_images(work.images).classes,
+        labels=None if work.images is None else image_classes(work.images),
     )
 
 
@@ -361,9 +361,11 @@ def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
         first = samples[0] if hasattr(samples, "__getitem__") else next(iter(samples))
         return lambda: first
     if work.images is not None:
-        files = _recipe(work).files
-        assert files is not None, "images need a model with an image processor"
-        image = ImageFolder(find_images(work.images), hugging_face.load_image_processor(files))[0]
+        recipe = _recipe(work)
+        assert recipe.files is not None, "images need a model with an image processor"
+        assert recipe.labels is not None, "images have classes"
+        processor = hugging_face.load_image_processor(recipe.files)
+        image = ImageFolder(work.images, processor, recipe.labels)[0]
         return lambda: image
     if work.sequence_length is None:
         raise Impossible(

@@ -103,7 +103,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        location: Store | Path | str,
+        location: "Store | Path | str",
         *,
         strategy: str = "",
         keep: int = 3,

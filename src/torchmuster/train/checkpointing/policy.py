@@ -35,7 +35,7 @@ class CheckpointSettings:
     a stop is requested, as ``muster train`` does: finished work is not thrown away.
     """
 
-    to: Store | Path | str
+    to: "Store | Path | str"
     every: int | None = None
     every_s: float | None = None
     keep: int = 3

@@ -1,7 +1,6 @@
 """Create the model to train, from a user function or a folder with a Hugging Face model."""
 
-import importlib
-import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,32 +17,30 @@ from torchmuster.train.models.hugging_face import ModelFiles
 from torchmuster.train.models.parameters import peft_config
 from torchmuster.train.precision import Precision
 
+_SIXTEEN_BITS = {torch.bfloat16, torch.float16}
+
 
 def find_import(name: str, setting: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names; the working folder is searched first."""
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise Impossible(
-            f"{setting} is {name!r}, which does not have the form module:function",
-            why="the value is the dotted name of a module, a colon, and the name of a function",
-            fix=f"{setting}: my_project.{setting.rpartition('.')[2]}:make",
-        )
-    module = _module(module_name, name, setting)
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [one for one, value in vars(module).items() if _is_own(value, module_name)]
-            raise Impossible(
-                f"{setting} is {name!r}, but {module_name} has no {attribute!r}",
-                why=f"{module.__file__} defines: {', '.join(known) or 'no functions'}",
-                fix="check the name after the colon",
-            )
-        found = getattr(found, part)
+            f"{setting} is {name!r}, which cannot be imported",
+            why=f"{error}; searched in {folder} and in what is installed for {sys.executable}",
+            fix="write module:function, and run from the folder that contains the module",
+        ) from error
+    except Exception as error:  # the user's own error keeps its traceback
+        error.add_note(f"{setting} is {name}: importing its module failed")
+        raise
     if not callable(found):
         raise Impossible(
             f"{setting} is {name!r}, which is not a function but {type(found).__name__}",
-            why="it is called without arguments when the run starts",
-            fix=f"def {attribute}(): return …",
+            why="it is called when the run starts",
+            fix="write module:function",
         )
     return found  # type: ignore[no-any-return]
 
@@ -51,70 +48,18 @@ def find_import(name: str, setting: str) -> Callable[..., Any]:
 def call_import(name: str, setting: str) -> Any:
     """Call the function that ``module:function`` names, without arguments; reject None."""
     function = find_import(name, setting)
-    needed = _needed(function)
-    if needed:
-        raise Impossible(
-            f"{name} ({setting}) needs arguments: {', '.join(needed)}",
-            why="it is called without arguments when the run starts",
-            fix="give them defaults, or name a function without arguments that calls it",
-        )
     try:
-        made = function()
+        result = function()
     except Exception as error:  # the user's own error keeps its traceback
         error.add_note(f"{setting} is {name}: it is called without arguments when the run starts")
         raise
-    if made is None:
+    if result is None:
         raise Impossible(
             f"{name} ({setting}) returned None",
             why="its return value is used",
             fix=f"end {name.partition(':')[2]} with: return …",
         )
-    return made
-
-
-def _module(module_name: str, name: str, setting: str) -> Any:
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            error.add_note(_while_importing(name, setting))  # a module that *it* imports is missing
-            raise
-        raise Impossible(
-            f"{setting} is {name!r}, but there is no module {error.name!r}",
-            why=f"it is neither in {folder} nor installed for {sys.executable}",
-            fix="run from the folder that contains it; write the module name with dots and without .py",
-        ) from error
-    except Exception as error:
-        error.add_note(_while_importing(name, setting))
-        raise
-
-
-def _while_importing(name: str, setting: str) -> str:
-    return f"{setting} is {name}: its module was found, but importing it failed"
-
-
-def _needed(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that have no default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some written in C have no signature
-        return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        one.name
-        for one in parameters
-        if one.default is inspect.Parameter.empty and one.kind not in optional
-    ]
-
-
-def _is_own(value: object, module_name: str) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module_name
-
-
-_SIXTEEN_BITS = {torch.bfloat16, torch.float16}
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,9 +76,7 @@ def find_model(name_or_path: str) -> ModelFiles:
             why=f"it has {names}",
             fix="give the folder that save_pretrained wrote, or build the model yourself: model.build",
         )
-    return ModelFiles(
-        folder=folder, weights=_hugging_face_weights(folder), name=name, revision=revision
-    )
+    return ModelFiles(folder=folder, weights=_weights_in(folder), name=name, revision=revision)
 
 
 def model_class(files: ModelFiles, labels: Sequence[str] | None = None) -> Decision[ModelClass]:
@@ -131,7 +129,7 @@ def build_model(
     config = model_config(files, labels)
     try:
         model = getattr(_transformers(), kind.auto).from_config(
-            config, dtype=_hugging_face_dtype(dtype, config)
+            config, dtype=_dtype_named(dtype, config)
         )
     except ValueError as error:
         raise _cannot_build(files, kind, error) from error
@@ -177,7 +175,7 @@ def load_model(
         model, found = getattr(transformers, kind.auto).from_pretrained(
             files.folder,
             config=config,
-            dtype=_hugging_face_dtype(dtype, config),
+            dtype=_dtype_named(dtype, config),
             local_files_only=True,
             use_safetensors=True,
             ignore_mismatched_sizes=replaced,
@@ -360,7 +358,7 @@ def model_config(files: ModelFiles, labels: Sequence[str] | None = None) -> Any:
         raise _cannot_build(files, model_class(files, labels).value, error) from error
 
 
-def _hugging_face_dtype(name: str, config: Any) -> torch.dtype:
+def _dtype_named(name: str, config: Any) -> torch.dtype:
     return DTYPES.get(name, config.dtype or torch.float32)
 
 
@@ -369,18 +367,14 @@ def _cannot_build(files: ModelFiles, wanted: ModelClass, error: Exception) -> Im
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kind = untrusted.read_json(files.folder / "config.json")["model_type"]
     return Impossible(
-        f"transformers cannot build {_article(wanted.what)} from {files.folder / 'config.json'}",
+        f"transformers cannot build the {wanted.what} from {files.folder / 'config.json'}",
         why=f"its model_type is {kind!r}; {str(error).splitlines()[0]}",
         fix="check config.json, or build the model yourself: model.build (module:function); "
         "Muster does not run code from a model's folder",
     )
 
 
-def _article(what: str) -> str:
-    return f"an {what}" if what[0] in "aeiou" else f"a {what}"
-
-
-def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
+def _weights_in(folder: Path) -> tuple[Path, ...]:
     found = tuple(sorted(folder.glob("*.safetensors")))
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if pickles and not found:
@@ -389,32 +383,25 @@ def _hugging_face_weights(folder: Path) -> tuple[Path, ...]:
             why="Muster loads only safetensors files",
             fix="if you trust them, convert them: model.save_pretrained(folder)",
         )
-    if (folder / "model.safetensors.index.json").is_file():
-        named = _files_in_index(folder / "model.safetensors.index.json")
-        missing = sorted(named - {one.name for one in found})
-        if missing:
-            raise Impossible(
-                f"weights are missing in {folder}: {', '.join(missing[:5])}",
-                why=f"model.safetensors.index.json names {len(named)} files",
-                fix="copy or download them again",
-            )
-        return tuple(one for one in found if one.name in named)
-    return found
-
-
-def _files_in_index(path: Path) -> set[str]:
-    """Return the names of the weight files in an index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return found
     try:
-        return {
-            str(file)
-            for file in untrusted.read_json(path, _MOST_INDEX_BYTES)["weight_map"].values()
-        }
+        named = set(map(str, untrusted.read_json(index, _MOST_INDEX_BYTES)["weight_map"].values()))
     except (untrusted.Unreadable, KeyError, TypeError, AttributeError) as error:
         raise Impossible(
-            f"{path} is not an index of weights",
-            why=str(error) if isinstance(error, untrusted.Unreadable) else "it has no weight_map",
+            f"{index} is not an index of weights",
+            why=f"{type(error).__name__}: {error}",
             fix="copy or download the model again",
         ) from None
+    missing = sorted(named - {path.name for path in found})
+    if missing:
+        raise Impossible(
+            f"weights are missing in {folder}: {', '.join(missing[:5])}",
+            why=f"{index.name} names {len(named)} files",
+            fix="copy or download them again",
+        )
+    return tuple(path for path in found if path.name in named)
 
 
 def _fetch(name: str) -> Path:
@@ -423,24 +410,12 @@ def _fetch(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
-    except errors.GatedRepoError as error:
+    except (OSError, errors.HFValidationError) as error:
         raise Impossible(
-            f"access to {name!r} on the hub is restricted",
-            why="its owner requires you to accept the terms, and you are not logged in or have no "
-            "access yet",
-            fix=f"accept the terms at https://huggingface.co/{name}, then: hf auth login",
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise Impossible(
-            f"found neither a folder {name!r} here nor a model of that name on the hub",
-            why=f"searched in {Path.cwd()} and at https://huggingface.co/{name}",
-            fix="check the name; a private model needs: hf auth login",
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
-        raise Impossible(
-            f"{name!r} is not a folder here, and the hub cannot be reached to download it",
-            why=f"it is missing or incomplete in the cache; {(str(error).splitlines() or [''])[0]}",
-            fix=f"on a host with network access: hf download {name} --local-dir FOLDER; then set "
+            f"{name!r} is not a folder here, and cannot be downloaded from the hub",
+            why=(str(error).splitlines() or [type(error).__name__])[0],
+            fix="check the name; private and restricted models need: hf auth login; without network, "
+            f"on another host: hf download {name} --local-dir FOLDER; then set "
             "model.model_name_or_path: FOLDER",
         ) from error
 
