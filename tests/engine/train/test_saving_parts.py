@@ -129,8 +129,8 @@ def test_a_save_is_committed_without_another_call(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with join_world("cpu"), Checkpointer(store) as saver:
         saver.save({"model": {"weight": torch.ones(3)}}, 1)
-        assert saver._save is not None
-        saver._save.thread.join(GIVE_UP_S)
+        assert saver._thread is not None
+        saver._thread.join(GIVE_UP_S)
         assert [manifest.step for manifest in committed_manifests(store)] == [1]
 
 
