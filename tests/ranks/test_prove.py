@@ -39,6 +39,7 @@ def prove(
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)
     assert "results" in result, done.stdout
+    assert "Traceback" not in done.stderr
     return result, done.returncode
 
 

@@ -119,10 +119,11 @@ class Trials:
         self._into = Path(request.into)
         self._outputs = request.outputs
         self._steps = request.steps
-        self._environment = {**request.environment, **_NO_TRACKERS, "TMPDIR": temporary}
+        environment = dict(request.environment)
         if request.device == "cpu":
-            self._environment.setdefault("CUDA_VISIBLE_DEVICES", "")
-        rank_processes.start_server(request.source(), self._environment)
+            environment.setdefault("CUDA_VISIBLE_DEVICES", "")
+        rank_processes.start_server(request.source(), environment)
+        self._environment = {**environment, **_NO_TRACKERS, "TMPDIR": temporary}
         self.runs = 0
 
     @classmethod

@@ -20,7 +20,7 @@ from torchmuster.labs.testing import (
 
 
 @contextmanager
-def _imagined_gpus(count: int, told: list[str]) -> Iterator[None]:
+def _imagined_gpus(count: int, calls_made: list[str]) -> Iterator[None]:
     """Make torch report GPUs, and record the calls that use them."""
 
     def properties(place: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _imagined_gpus(count: int, told: list[str]) -> Iterator[None]:
             "is_available": lambda: True,
             "device_count": lambda: count,
             "get_device_properties": properties,
-            "set_device": lambda place: told.append(f"set_device({place})"),
+            "set_device": lambda place: calls_made.append(f"set_device({place})"),
         }.items():
             stack.enter_context(replaced(torch.cuda, name, value))
         yield
@@ -76,7 +76,7 @@ def test_get_local_rank(submission: Submission) -> None:
 def test_setup_distributed(submission: Submission) -> None:
     """Device before group, the right rank, and the given rendezvous address."""
     order: list[str] = []
-    meeting = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def imagined(backend: str | None = None, **named: Any) -> None:
         order.append("init_process_group")
@@ -88,10 +88,12 @@ def test_setup_distributed(submission: Submission) -> None:
     require(not late, "device-after-group", f"with GPUs: {', then '.join(order)}")
     require("set_device(1)" in order, "no-set-device", f"with GPUs: {', then '.join(order)}")
 
-    def look(backend: str | None = None, **named: Any) -> None:
-        now = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    def check_arguments(backend: str | None = None, **named: Any) -> None:
+        current = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         require(
-            now == meeting, "address-overwritten", f"{':'.join(meeting)} became {':'.join(now)}"
+            current == address,
+            "address-overwritten",
+            f"{':'.join(address)} became {':'.join(current)}",
         )
         require(backend != "nccl", "nccl-on-cpu", "init_process_group was given nccl")
         rank = named.get("rank", submission.rank)
@@ -103,7 +105,7 @@ def test_setup_distributed(submission: Submission) -> None:
 
     for name in ("RANK", "WORLD_SIZE"):  # given as arguments, as torch.multiprocessing does
         del os.environ[name]
-    with watched(dist, "init_process_group", before=look):
+    with watched(dist, "init_process_group", before=check_arguments):
         submission.code.setup_distributed(submission.rank, submission.world_size)
     require(dist.is_initialized(), "wrong-value", "there is no group afterwards")
     compare(dist.get_rank(), submission.rank, "dist.get_rank()")

@@ -36,7 +36,7 @@ def test_dataloader(submission: Submission) -> None:
         if "mutually exclusive" in str(error):
             mistake("shuffle-and-sampler", str(error))
         raise
-    given = [[int(one) for (batch,) in loader for one in batch] for loader in loaders]
+    given = [torch.cat([batch for (batch,) in loader]).tolist() for loader in loaders]
     both = set(given[0]) & set(given[1])
     require(not both, "no-sampler", f"both ranks got sample {min(both, default=0)}")
     compare(sorted(given[0] + given[1]), list(range(16)), "all samples of both ranks together")
@@ -80,16 +80,22 @@ def test_train_epoch(submission: Submission) -> None:
     """Two epochs give the weights and losses of one process with all batches."""
     _check_device_ids(submission)
     trainer, optimizer, loader = _trainer(submission)
-    with watched(DistributedSampler, "set_epoch") as told, watched(torch.Tensor, "to") as moves:
+    with (
+        watched(DistributedSampler, "set_epoch") as set_epochs,
+        watched(torch.Tensor, "to") as moves,
+    ):
         losses = [
             trainer.train_epoch(loader, optimizer, nn.MSELoss(reduction="mean"))
             for _ in range(_EPOCHS)
         ]
     weights = [torch.zeros(3) for _ in range(2)]
-    own = torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+    own = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
     dist.all_gather(weights, own)
     require(is_close(*weights), "not-wrapped", f"rank 0 {weights[0]}, rank 1 {weights[1]}")
-    epochs = [words[1] if len(words) > 1 else named.get("epoch") for words, named in told]
+    epochs = [
+        arguments[1] if len(arguments) > 1 else named.get("epoch")
+        for arguments, named in set_epochs
+    ]
     same_order = is_close(own, _reference(orders=(0, 0))[0])
     require(bool(epochs) and not same_order, "no-set-epoch", f"set_epoch was called with {epochs}")
     seen = f"{len(moves)} calls of .to() for {len(loader) * _EPOCHS} batches"
@@ -98,10 +104,10 @@ def test_train_epoch(submission: Submission) -> None:
     require(not is_close(own, piled), "no-zero-grad")
     expected, by_sample, by_batch = _reference(orders=(0, 1))
     compare(own, expected, "the weights after two epochs")
-    told_losses: list[Any] = [None, None]
-    dist.all_gather_object(told_losses, losses)
-    same = is_close(told_losses[0], told_losses[1])
-    require(same, "loss-of-one-rank", f"rank 0 {told_losses[0]}, rank 1 {told_losses[1]}")
+    losses_of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(losses_of_ranks, losses)
+    same = is_close(losses_of_ranks[0], losses_of_ranks[1])
+    require(same, "loss-of-one-rank", f"rank 0 {losses_of_ranks[0]}, rank 1 {losses_of_ranks[1]}")
     per_batch = is_close(losses, by_batch) and not is_close(losses, by_sample)
     require(not per_batch, "batches-not-weighted", f"expected {by_sample}, got {losses}")
     compare(losses, by_sample, "the mean losses of two epochs")
@@ -232,14 +238,20 @@ def _reference(
     inputs, targets = _dataset().tensors
     by_sample, by_batch = [], []
     for order in orders:
-        told: list[tuple[float, int]] = []
+        weighted_losses: list[tuple[float, int]] = []
         for parts in _batches(order):
             if zero_grad:
                 optimizer.zero_grad()
             losses = [nn.functional.mse_loss(model(inputs[part]), targets[part]) for part in parts]
             (sum(losses[1:], losses[0]) / 2).backward()
             optimizer.step()
-            told += [(float(loss), len(part)) for loss, part in zip(losses, parts, strict=True)]
-        by_sample.append(sum(loss * count for loss, count in told) / _SAMPLES)
-        by_batch.append(sum(loss for loss, _ in told) / len(told))
-    return torch.cat([one.detach().flatten() for one in model.parameters()]), by_sample, by_batch
+            weighted_losses += [
+                (float(loss), len(part)) for loss, part in zip(losses, parts, strict=True)
+            ]
+        by_sample.append(sum(loss * count for loss, count in weighted_losses) / _SAMPLES)
+        by_batch.append(sum(loss for loss, _ in weighted_losses) / len(weighted_losses))
+    return (
+        torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
+        by_sample,
+        by_batch,
+    )

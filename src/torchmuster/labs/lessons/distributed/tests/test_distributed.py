@@ -141,7 +141,7 @@ def test_checkpoint(submission: Submission) -> None:
     compare(first, 0, "resume without a file")
     dist.barrier()  # otherwise one rank saves before the other has checked
     submission.code.save(str(path), model, optimizer, 7)
-    kept = model.module.weight.detach().clone()
+    weight = model.module.weight.detach().clone()
     with torch.no_grad():
         model.module.weight.add_(1.0)
     dist.barrier()
@@ -162,7 +162,7 @@ def test_checkpoint(submission: Submission) -> None:
             "the disk was full at the second save, and the first checkpoint is lost too",
         )
     step = submission.code.resume(str(path), model, optimizer)
-    compare(model.module.weight, kept, "the loaded weights")
+    compare(model.module.weight, weight, "the loaded weights")
     require(step != 7, "resume-repeats-step", "saved after step 7, and step 7 is next again")
     compare(step, 8, "resume from a file saved after step 7")
 

@@ -57,12 +57,12 @@ def test_benchmark(submission: Submission) -> None:
         result = submission.code.benchmark_matmul(torch.device("cpu"), _SIZE, _ITERATIONS)
     seconds, rate = float(result.seconds), float(result.tflops)
     require(device.looks >= 2, "wrong-clock", f"time.perf_counter was read {device.looks} times")
-    said = f"each product took 1 s; it returned {seconds:.3g} s"
-    require(seconds > 0.01, "no-synchronize", said)
+    seen = f"each product took 1 s; it returned {seconds:.3g} s"
+    require(seconds > 0.01, "no-synchronize", seen)
     require(device.products > _ITERATIONS, "no-warm-up", f"{device.products} products in total")
-    require(not _about(seconds, _ITERATIONS), "total-not-mean", said)
-    require(seconds < 1.05, "warm-up-timed", said)
-    require(_about(seconds, 1.0), "wrong-value", said)
+    require(not _about(seconds, _ITERATIONS), "total-not-mean", seen)
+    require(seconds < 1.05, "warm-up-timed", seen)
+    require(_about(seconds, 1.0), "wrong-value", seen)
     operations = rate * 1e12 * seconds
     half = f"a product of {_SIZE} x {_SIZE} counted {operations:.0f} operations"
     require(not _about(operations, _SIZE**3), "flops-halved", half)
@@ -113,8 +113,8 @@ def test_memory(submission: Submission) -> None:
     """Each kind of bytes, of a step with Adam."""
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     inputs, targets = torch.randn(8, 16), torch.randn(8, 4)
-    weights = sum(one.numel() * 4 for one in model.parameters())
-    with SavedBytes(model.parameters()) as kept:
+    weights = sum(weight.numel() * 4 for weight in model.parameters())
+    with SavedBytes(model.parameters()) as saved:
         nn.functional.mse_loss(model(inputs), targets)
     with SavedBytes([]) as with_weights:
         nn.functional.mse_loss(model(inputs), targets)
@@ -128,10 +128,10 @@ def test_memory(submission: Submission) -> None:
     require(stages["optimizer"] > 0, "state-before-step", seen)
     require(abs(stages["optimizer"] - 2 * weights) <= 64, "wrong-value", seen)
     activations = stages["activations"]
-    seen = f'"activations" is {activations}, expected {kept.total}'
+    seen = f'"activations" is {activations}, expected {saved.total}'
     require(activations != with_weights.total, "weights-as-activations", seen)
-    require(activations != kept.with_repeats, "activations-twice", seen)
-    require(activations == kept.total, "wrong-value", seen)
+    require(activations != saved.with_repeats, "activations-twice", seen)
+    require(activations == saved.total, "wrong-value", seen)
 
 
 @exercise

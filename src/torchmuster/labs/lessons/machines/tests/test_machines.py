@@ -118,16 +118,20 @@ def test_diagnose(submission: Submission) -> None:
     given = {}
     for expected, error in outcomes.items():
 
-        def fail(*words: Any, error: BaseException = error, **named: Any) -> None:
-            patient = named.get("timeout", words[1] if len(words) > 1 else None)
+        def fail(*arguments: Any, error: BaseException = error, **named: Any) -> None:
+            patient = named.get("timeout", arguments[1] if len(arguments) > 1 else None)
             require(patient is not None, "no-deadline", "create_connection was given no timeout")
             raise error
 
         with replaced(socket, "create_connection", fail):
             given[expected] = submission.code.diagnose("a-machine", 29400)
-    told = ", ".join(f"{expected} was reported as {one}" for expected, one in given.items())
-    require(len(set(given.values())) > 1, "all-errors-alike", told)
-    require(all(name == one for name, one in given.items()), "errors-confused", told)
+    outcomes_text = ", ".join(
+        f"{expected} was reported as {outcome}" for expected, outcome in given.items()
+    )
+    require(len(set(given.values())) > 1, "all-errors-alike", outcomes_text)
+    require(
+        all(name == outcome for name, outcome in given.items()), "errors-confused", outcomes_text
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = submission.code.diagnose("127.0.0.1", server.getsockname()[1])
     require(found == "open", "wrong-value", f"for an open port it returned {found}")

@@ -35,10 +35,12 @@ def _gradients(model: nn.Module, layers: list[nn.Module]) -> torch.Tensor:
             "the output does not require gradients: backward stops there",
         )
     output.pow(2).sum().backward()
-    given = [one.grad for layer in layers for one in layer.parameters()]
-    lost = [one for one in given if one is None]
+    given: list[torch.Tensor | None] = []
+    for layer in layers:
+        given += [parameter.grad for parameter in layer.parameters()]
+    lost = [gradient for gradient in given if gradient is None]
     require(not lost, "reentrant-loses-gradients", f"{len(lost)} parameters have no gradient")
-    return torch.cat([one.flatten() for one in given if one is not None])
+    return torch.cat([gradient.flatten() for gradient in given if gradient is not None])
 
 
 @exercise
@@ -79,12 +81,12 @@ def test_attention(submission: Submission) -> None:
     queries, keys, values = inputs
     squares = [0]
 
-    def look(_: str, result: Any) -> None:
+    def count_squares(_: str, result: Any) -> None:
         if isinstance(result, torch.Tensor) and result.shape[-2:] == (_LENGTH, _LENGTH):
             squares[0] += 1
 
     for causal in (False, True):
-        with Operations(look):
+        with Operations(count_squares):
             given = submission.code.attention(queries, keys, values, causal)
         not_scaled = _plain(*inputs, causal=causal, scale=1.0)
         require(not is_close(given, not_scaled), "attention-not-scaled")

@@ -20,14 +20,14 @@ class _Witness(torch.autograd.Function):
     """An identity that records whether autocast was on in forward and backward."""
 
     @staticmethod
-    def forward(context: Any, value: torch.Tensor, told: dict[str, bool]) -> torch.Tensor:
-        context.told = told
-        told["forward"] = torch.is_autocast_enabled("cpu")
+    def forward(context: Any, value: torch.Tensor, autocast: dict[str, bool]) -> torch.Tensor:
+        context.autocast = autocast
+        autocast["forward"] = torch.is_autocast_enabled("cpu")
         return value.clone()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        context.told["backward"] = torch.is_autocast_enabled("cpu")
+        context.autocast["backward"] = torch.is_autocast_enabled("cpu")
         return gradient, None
 
 
@@ -35,10 +35,10 @@ class _Watched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.told: dict[str, bool] = {}
+        self.autocast: dict[str, bool] = {}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Witness.apply(self.layer(inputs), self.told)
+        result: torch.Tensor = _Witness.apply(self.layer(inputs), self.autocast)
         return result
 
 
@@ -52,10 +52,12 @@ def test_train_step(submission: Submission) -> None:
     losses = []
     for _ in range(3):
         losses.append(submission.code.train_step(model, inputs, targets, nn.MSELoss(), optimizer))
-    dtypes = {one.dtype for one in model.parameters()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
     require(dtypes == {torch.float32}, "model-halved", f"the weights are {dtypes}")
-    require(model.told["forward"], "no-autocast", "torch.is_autocast_enabled() is False in forward")
-    require(not model.told["backward"], "backward-in-autocast", "autocast is on in backward")
+    require(
+        model.autocast["forward"], "no-autocast", "torch.is_autocast_enabled() is False in forward"
+    )
+    require(not model.autocast["backward"], "backward-in-autocast", "autocast is on in backward")
     good = isinstance(losses[0], float) and losses[2] < losses[0]
     require(good, "wrong-value", f"the losses of three steps are {losses}")
 
@@ -75,9 +77,9 @@ class _Scaler(torch.amp.GradScaler):
         self._calls.append("unscale")
         super().unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, *words: Any, **named: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
         self._calls.append("step")
-        return super().step(optimizer, *words, **named)
+        return super().step(optimizer, *arguments, **named)
 
     def update(self, new_scale: Any = None) -> None:
         self._calls.append("update")
@@ -123,7 +125,7 @@ def _loss(model: nn.Module) -> torch.Tensor:
 
 def _clipped_step(model: nn.Linear) -> torch.Tensor:
     gradients = torch.autograd.grad(_loss(model), [model.weight, model.bias])
-    norm = torch.cat([one.flatten() for one in gradients]).norm()
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     return model.weight.detach() - 0.1 * gradients[0] * torch.clamp(0.5 / norm, max=1.0)
 
 

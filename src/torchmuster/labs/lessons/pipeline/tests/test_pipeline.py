@@ -31,9 +31,9 @@ def test_trainer(submission: Submission) -> None:
     with watched(given.optimizer, "step") as steps:
         losses = [given.train_epoch() for _ in range(2)]
     _same_on_both(next(iter(given.model.parameters())).detach(), "copies-drift", "the weights")
-    told = f"{_BATCHES} batches in pairs gave {len(steps) // 2} optimizer steps, not 3"
-    require(len(steps) != 4, "leftover-dropped", told)
-    require(len(steps) == 6, "wrong-value", told)
+    seen = f"{_BATCHES} batches in pairs gave {len(steps) // 2} optimizer steps, not 3"
+    require(len(steps) != 4, "leftover-dropped", seen)
+    require(len(steps) == 6, "wrong-value", seen)
     rate = given.optimizer.param_groups[0]["lr"]
     seen = f"after 6 steps the rate is {rate:.4g}, expected {_RATE * _DECAY**6:.4g}"
     require(not is_close(rate, _RATE), "schedule-forgotten", seen)
@@ -47,7 +47,7 @@ def test_trainer(submission: Submission) -> None:
     path = str(submission.folder / "checkpoint.pt")
     with watched(torch, "save") as saves:
         given.save_checkpoint(path, 4)
-    targets = [str(words[1]) for words, _ in saves if len(words) > 1]
+    targets = [str(arguments[1]) for arguments, _ in saves if len(arguments) > 1]
     require(path not in targets, "checkpoint-torn", f"torch.save(…, {path!r})")
     other = _trainer(submission)
     epoch = other.load_checkpoint(path)
@@ -119,10 +119,12 @@ def test_profiling(submission: Submission) -> None:
         mistake("no-markers", f"{type(error).__name__}: {error}")
     require(any(profilers), "no-schedule", "profile(…) was given no schedule")
     require(trace.exists(), "no-trace", f"there is no {trace.name}")
-    names = {one.get("name") for one in json.loads(trace.read_text())["traceEvents"]}
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     require({"data", "forward"} <= names, "no-markers", "the trace names neither part")
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    seen = f"data sleeps 120 ms, forward 10 ms and 1.2 s in its first call; it returned: {told}"
+    shares_text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    seen = (
+        f"data sleeps 120 ms, forward 10 ms and 1.2 s in its first call; it returned: {shares_text}"
+    )
     require(abs(sum(shares.values()) - 1) < 0.01, "shares-do-not-add-up", seen)
     require(calls["data"] > 3 and shares["forward"] < 0.6, "first-step-profiled", seen)
     require(shares["data"] > 0.6, "wrong-value", seen)
@@ -139,9 +141,9 @@ def test_monitor(submission: Submission) -> None:
     loss = torch.tensor(0.5, requires_grad=True) * 1
     for step in range(21):
         watch.log(step, loss, 100.0)
-    kept = [row[0] for row in watch.rows]
-    require(len(kept) < 21, "logged-every-step", "21 steps gave 21 rows")
-    compare(kept, [0, 10, 20], "the steps that were kept of 21, every 10,")
+    steps = [row[0] for row in watch.rows]
+    require(len(steps) < 21, "logged-every-step", "21 steps gave 21 rows")
+    compare(steps, [0, 10, 20], "the steps that were kept of 21, every 10,")
     plain = not any(isinstance(value, torch.Tensor) for row in watch.rows for value in row)
     require(plain, "rows-keep-graphs", "a row holds a tensor")
     text = watch.render()
