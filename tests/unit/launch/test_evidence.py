@@ -119,6 +119,7 @@ def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> 
         folder = evidence.new_hang(run)
         evidence.keep_hang(folder, told(f"hang {folder.name}"))
     (folder / "rank-0.flight.json").write_text(json.dumps({"entries": [call]}))
+    call["profiling_name"] = "gloo:all_reduce"
     (folder / "rank-10.flight.json").write_text(json.dumps({"entries": [call]}))
     (folder / "rank-2.stacks.txt").write_text("stacks")
     (folder / "rank-x.flight.json").write_text("{")
@@ -128,7 +129,7 @@ def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> 
     assert [one.folder.name for one in kept] == [str(number) for number in range(1, 12)]
     assert kept[-1].finding.what == "hang 11, longer"
     assert kept[-1].at_unix_s == before  # when it was told first
-    assert [one.name for one in kept[-1].analysis] == ["collective-does-not-end"]
+    assert [one.name for one in kept[-1].analysis] == ["collectives-differ"]
     assert [path.name for path in kept[-1].files] == [
         "rank-0.flight.json",
         "rank-2.stacks.txt",

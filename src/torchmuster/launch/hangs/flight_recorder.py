@@ -1,12 +1,11 @@
-"""Compare torch's flight recorders of several ranks: which ranks are behind, and which called something else.
+"""Compare torch's flight recorders of several ranks: the first collective that differs between them.
 
-Each rank's recorder keeps its last collectives, numbered within each group. Compared across ranks, the
-numbers show which rank has not reached a collective that others wait in, and the first collective that differs
-between ranks, which may be long before the one in which they hang. All backends write the same fields; gloo does not update ``state`` and does not record the
-members of a group, so both are derived from other fields.
+Each rank's recorder keeps its last collectives, numbered within each group. The first one that differs may be long before
+the one in which the ranks hang, which ``detector.py`` finds by their heartbeats. All backends write
+the same fields.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,6 @@ class RecordedCall:
     operation: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    is_done: bool
 
     @property
     def text(self) -> str:
@@ -69,31 +67,6 @@ class RecordedCall:
         return same_shapes and same_dtypes
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedGroup:
-    """One group in one rank's recorder."""
-
-    label: str  # for messages: " of the group tp", "" for the default group
-    members: tuple[int, ...]  # () if the recorder does not know them
-    calls: Mapping[int, RecordedCall]  # by number; the oldest may have been dropped
-
-    @property
-    def pending(self) -> RecordedCall | None:
-        """The earliest unfinished collective."""
-        for number in sorted(self.calls):
-            if not self.calls[number].is_done:
-                return self.calls[number]
-        return None
-
-    @property
-    def last(self) -> RecordedCall:
-        """The last collective that was called."""
-        return self.calls[max(self.calls)]
-
-
-Groups = Mapping[int, RecordedGroup]  # one group, by rank
-
-
 def read_flight_record(text: str | bytes) -> dict[str, Any]:
     """Return a recorder's dump; an empty dict if the text is not one."""
     try:
@@ -103,53 +76,35 @@ def read_flight_record(text: str | bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def groups_of(dump: Mapping[str, Any]) -> dict[str, RecordedGroup]:
-    """Return the groups of a dump by name; unreadable entries are skipped."""
-    calls: dict[str, dict[int, RecordedCall]] = {}
-    labels: dict[str, str] = {}
-    entries = dump.get("entries")
-    for entry in entries if isinstance(entries, list) else ():
-        call = _call_of(entry) if isinstance(entry, dict) else None
-        if call is None:
-            continue
-        # The name is the same on all ranks, the description may not be.
-        name, description = _group_of(entry)
-        calls.setdefault(name, {})[call.number] = call
-        labels[name] = "" if name == DEFAULT_GROUP else f" of the group {description or name}"
-    groups = {}
-    for name, group_calls in calls.items():
-        members = _members(dump, name)
-        groups[name] = RecordedGroup(label=labels[name], members=members, calls=group_calls)
-    return groups
-
-
 def analyse_flight_records(dumps: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """Return findings from the dumps of several ranks, by rank; empty if nothing is wrong.
 
     Dumps without any collective are no sign of health: then the collectives are not visible.
     """
+    ranks = sorted(dumps)
     if dumps and all(dump.get("entries") == [] for dump in dumps.values()):
-        return [_not_visible(sorted(dumps))]
-    by_group: dict[str, dict[int, RecordedGroup]] = {}
-    for rank in sorted(dumps):
-        for name, group in groups_of(dumps[rank]).items():
-            by_group.setdefault(name, {})[rank] = group
+        return [_not_visible(ranks)]
+    groups: dict[str, dict[int, dict[int, RecordedCall]]] = {}  # by number, then by rank
+    labels: dict[str, str] = {}
+    for rank in ranks:
+        entries = dumps[rank].get("entries")
+        for entry in entries if isinstance(entries, list) else ():
+            call = _call_of(entry)
+            if call is None:
+                continue
+            # The name is the same on all ranks, the description may not be.
+            name, description = _group_of(entry)
+            labels[name] = "" if name == DEFAULT_GROUP else f" of the group {description or name}"
+            groups.setdefault(name, {}).setdefault(call.number, {})[rank] = call
     findings = []
-    for name, known in by_group.items():
-        finding = _different_calls(known) or _behind(known, _missing(name, known, sorted(dumps)))
-        if finding is not None:
-            findings.append(finding)
+    for name, by_number in groups.items():
+        for number in sorted(by_number):
+            calls = by_number[number]
+            first = next(iter(calls.values()))
+            if not all(first.fits(call) for call in calls.values()):
+                findings.append(_difference(number, calls, labels[name]))
+                break
     return findings
-
-
-def _missing(name: str, known: Groups, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that are members of a group but called nothing in it."""
-    members: set[int] = set()
-    for group in known.values():
-        members.update(group.members)
-    if not members and name == DEFAULT_GROUP:
-        members.update(ranks)
-    return [rank for rank in ranks if rank in members and rank not in known]
 
 
 def _not_visible(ranks: Sequence[int]) -> Finding:
@@ -160,20 +115,6 @@ def _not_visible(ranks: Sequence[int]) -> Finding:
         why="the ranks use a backend that does not record, or the recorder is switched off",
         fix="TORCH_FR_BUFFER_SIZE=2000 muster run …   # 0 switches the recorder off",
     )
-
-
-def _different_calls(known: Groups) -> Finding | None:
-    """Find the first collective that differs between ranks."""
-    by_number: dict[int, dict[int, RecordedCall]] = {}
-    for rank, group in known.items():
-        for number, call in group.calls.items():
-            by_number.setdefault(number, {})[rank] = call
-    for number in sorted(by_number):
-        calls = by_number[number]
-        first = next(iter(calls.values()))
-        if not all(first.fits(call) for call in calls.values()):
-            return _difference(number, calls, _label(known))
-    return None
 
 
 def _difference(number: int, calls: Mapping[int, RecordedCall], label: str) -> Finding:
@@ -202,44 +143,6 @@ def _difference(number: int, calls: Mapping[int, RecordedCall], label: str) -> F
     )
 
 
-def _behind(known: Groups, missing: Sequence[int]) -> Finding | None:
-    """Find ranks that have not reached the collective that others wait in."""
-    pending: dict[int, RecordedCall] = {}
-    for rank, group in known.items():
-        if group.pending is not None:
-            pending[rank] = group.pending
-    if not pending:
-        return None
-    awaited = min(pending.values(), key=lambda call: call.number)
-    waiting = [rank for rank, call in pending.items() if call.number == awaited.number]
-    late = []
-    reasons = []
-    for rank, group in known.items():
-        last = group.last
-        if last.number < awaited.number:
-            late.append(rank)
-            reasons.append(f"rank {rank} called {last.text} last, number {last.number}")
-    del reasons[_CALLS_SHOWN:]
-    label = _label(known)
-    if missing:
-        reasons.append(f"{rank_text(missing)} called none{label}")
-    absent = sorted([*late, *missing])
-    if not absent:
-        return None
-    return Finding(
-        name="rank-behind",
-        status=Status.FAILURE,
-        what=f"{rank_text(absent)} did not reach {awaited.text}, number {awaited.number}{label}; waiting in it: "
-        f"{rank_text(waiting)}",
-        why="; ".join(reasons),
-        fix="see the stacks for what they do instead",
-    )
-
-
-def _label(known: Groups) -> str:
-    return next(iter(known.values())).label
-
-
 def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
     """Return name and description of an entry's group."""
     group = entry.get("process_group")
@@ -250,10 +153,12 @@ def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
     return parts[0], "" if description == "undefined" else description
 
 
-def _call_of(entry: Mapping[str, Any]) -> RecordedCall | None:
+def _call_of(entry: object) -> RecordedCall | None:
     """Return the collective of an entry; None for point-to-point messages, which have no common number."""
+    if not isinstance(entry, dict) or entry.get("is_p2p"):
+        return None
     number, name = entry.get("collective_seq_id"), entry.get("profiling_name")
-    if entry.get("is_p2p") or not isinstance(number, int) or not isinstance(name, str):
+    if not isinstance(number, int) or not isinstance(name, str):
         return None
     dtypes = entry.get("input_dtypes")
     return RecordedCall(
@@ -261,8 +166,6 @@ def _call_of(entry: Mapping[str, Any]) -> RecordedCall | None:
         operation=name.partition(":")[2] or name,
         shapes=_shapes(entry.get("input_sizes")),
         dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else (),
-        # Gloo only marks it as retired; NCCL may set the state before that.
-        is_done=entry.get("retired") is True or entry.get("state") == "completed",
     )
 
 
@@ -270,21 +173,5 @@ def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
     shapes = []
     for shape in value if isinstance(value, list) else ():
         if isinstance(shape, list):
-            shapes.append(_integers(shape))
+            shapes.append(tuple(size for size in shape if isinstance(size, int)))
     return tuple(shapes)
-
-
-def _integers(values: Iterable[object]) -> tuple[int, ...]:
-    return tuple(value for value in values if isinstance(value, int))
-
-
-def _members(dump: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return the ranks of a group, if the recorder knows them: as the text "[0, 1]"."""
-    config = dump.get("pg_config")
-    group = config.get(name) if isinstance(config, dict) else None
-    ranks = group.get("ranks") if isinstance(group, dict) else None
-    try:
-        listed = untrusted.parse_json(ranks) if isinstance(ranks, str) else ranks
-    except ValueError:
-        return ()
-    return _integers(listed) if isinstance(listed, list) else ()
