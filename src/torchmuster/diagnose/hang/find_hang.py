@@ -66,7 +66,9 @@ async def find_hang(request: HangRequest, say: Callable[[str], None]) -> HangRes
     findings = [report.conclusion(watch, seconds)]
     for finding in unreachable:
         findings.append(dataclasses.replace(finding, status=Status.WARNING))
-    findings += report.notes(watch, ranks_on)
+    note = report.nccl_note(watch, ranks_on)
+    if note is not None:
+        findings.append(note)
     return HangResult(job=job, watch=watch, seconds=seconds, findings=tuple(findings))
 
 

@@ -1,7 +1,6 @@
 """Find the ranks of distributed jobs on this host, by the environment that launchers give them."""
 
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,6 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _RAS_PORT = 28028
 # Starts a rank of `muster run`; its first argument is not the script's.
 _RANK_PROGRAM = "torchmuster/launch/rank/start.py"
-# Variables with the path of the flight recorder's dump, to which the rank is appended; a later one counts.
-_RECORDER_FILES = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 
 
 class RankProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +34,6 @@ class RankProcess(msgspec.Struct, frozen=True, kw_only=True):
     started_unix_s: float
     related: tuple[int, ...]  # its ancestors and descendants
     uses_gpu: bool = False
-    recorder_file: str = ""  # its flight recorder's dump, if one was written
 
 
 class RanksHere(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,10 +162,9 @@ def _rank_process(
     related += [other for other in parents if pid in _ancestors(other, parents)]
     try:
         process = psutil.Process(pid)
-        rank = int(environment["RANK"])
         return RankProcess(
             job=_job_name(environment),
-            rank=rank,
+            rank=int(environment["RANK"]),
             local_rank=int(environment["LOCAL_RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or 0),
@@ -178,7 +173,6 @@ def _rank_process(
             started_unix_s=process.create_time(),
             related=tuple(related),
             uses_gpu=uses_gpu(pid),
-            recorder_file=_recorder_file(pid, rank, environment, process.create_time()),
         )
     except (psutil.Error, OSError, ValueError):  # it has exited, or is no rank
         return None
@@ -196,18 +190,3 @@ def _answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=0.5):
         return True
     return False
-
-
-def _recorder_file(
-    pid: int, rank: int, environment: Mapping[str, str], started_unix_s: float
-) -> str:
-    """Return the dump that a rank's flight recorder has written, as the rank sees its path."""
-    cache = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME')}/.cache"
-    prefix = f"{cache}/torch/comm_lib_trace_rank_"
-    for name in _RECORDER_FILES:
-        prefix = environment.get(name) or prefix
-    dump = os.path.join(f"/proc/{pid}/cwd", f"{prefix}{rank}")  # noqa: PTH118
-    with contextlib.suppress(OSError):
-        if Path(dump).stat().st_mtime >= started_unix_s:  # else an earlier job's
-            return f"{prefix}{rank}"
-    return ""

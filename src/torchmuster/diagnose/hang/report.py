@@ -1,9 +1,7 @@
 """What ``muster hang`` reports: the finding with the ranks grouped by what they do, notes, and errors about jobs."""
 
 import dataclasses
-import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -65,35 +63,17 @@ def conclusion(watch: JobWatch, seconds: float) -> Finding:
     )
 
 
-def notes(watch: JobWatch, ranks_on: Mapping[str, RanksHere]) -> list[Finding]:
-    """Return other sources of information about a hang on GPUs: flight recorder dumps, NCCL's RAS."""
-    if watch.hang is None:
-        return []
-    findings = []
-    dumps = [rank.process.recorder_file for rank in watch.ranks if rank.process.recorder_file]
-    if dumps:
-        dump = Path(dumps[0])
-        prefix = dump.name.rstrip("0123456789")
-        files = dump.with_name(f"{prefix}*")
-        findings.append(
-            Finding(
-                name="flight-recorder-dumped",
-                status=Status.NOTE,
-                what=f"{plural(len(dumps), 'rank')} wrote a flight recorder dump: {files}",
-                fix=shlex.join(["torchfrtrace", "--prefix", prefix, str(dump.parent)]),
-            )
-        )
+def nccl_note(watch: JobWatch, ranks_on: Mapping[str, RanksHere]) -> Finding | None:
+    """Return where NCCL itself reports about a hang on GPUs: its RAS service."""
     hosts = [host for host, answer in ranks_on.items() if answer.nccl_ras]
-    if hosts:
-        findings.append(
-            Finding(
-                name="nccl-ras",
-                status=Status.NOTE,
-                what=f"NCCL's RAS service reports the state of its communicators on {', '.join(hosts)}, port 28028",
-                fix="ncclras -v",
-            )
-        )
-    return findings
+    if watch.hang is None or not hosts:
+        return None
+    return Finding(
+        name="nccl-ras",
+        status=Status.NOTE,
+        what=f"NCCL's RAS service reports the state of its communicators on {', '.join(hosts)}, port 28028",
+        fix="ncclras -v",
+    )
 
 
 def progress(watch: JobWatch) -> str:

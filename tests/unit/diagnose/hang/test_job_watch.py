@@ -1,6 +1,6 @@
 """Who keeps whom waiting, from looks at the ranks second by second; healthy jobs are not accused."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -238,23 +238,13 @@ def test_a_stack_that_cannot_be_read_is_no_evidence() -> None:
 # ---- notes about GPUs
 
 
-def noted(job: Job, *, ras: bool = False) -> Iterator[tuple[str, str]]:
-    ranks = tuple(one.process for one in job.watch.ranks)
-    for told in report.notes(job.watch, {"a": RanksHere(ranks=ranks, nccl_ras=ras)}):
-        assert told.status is Status.NOTE
-        yield told.name, told.fix
-
-
-def test_what_else_is_known_about_gpus() -> None:
-    on_cpus = Job([0, 1], world_size=2)
-    on_cpus.live(one_against_all(1, SLEEPS))
-    assert list(noted(on_cpus)) == []
-    off = Job([0, 1], world_size=2, uses_gpu=True)
-    assert list(noted(off)) == []  # nothing hangs
-    off.live(one_against_all(1, SLEEPS))
-    assert list(noted(off, ras=True)) == [("nccl-ras", "ncclras -v")]
-    dumped = Job([0, 1], world_size=2, uses_gpu=True, recorder_file="/tmp/traces/rank_0")
-    dumped.live(one_against_all(1, SLEEPS))
-    assert list(noted(dumped)) == [
-        ("flight-recorder-dumped", "torchfrtrace --prefix rank_ /tmp/traces")
-    ]
+def test_nccl_s_own_service_is_named_if_the_job_hangs() -> None:
+    job = Job([0, 1], world_size=2, uses_gpu=True)
+    ranks_on = {
+        "a": RanksHere(ranks=tuple(rank.process for rank in job.watch.ranks), nccl_ras=True)
+    }
+    assert report.nccl_note(job.watch, ranks_on) is None
+    job.live(one_against_all(1, SLEEPS))
+    note = report.nccl_note(job.watch, ranks_on)
+    assert note is not None
+    assert (note.name, note.fix) == ("nccl-ras", "ncclras -v")

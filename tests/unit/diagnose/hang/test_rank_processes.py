@@ -1,9 +1,6 @@
 """Which processes are ranks, by their environment; real processes."""
 
-import os
 from pathlib import Path
-
-import pytest
 
 from torchmuster.diagnose.hang.rank_processes import RankProcess, _typed_command, ranks_here
 from unit.diagnose.hang.plain_ranks import started
@@ -38,38 +35,15 @@ def test_a_rank_is_the_topmost_python_process_with_its_number(tmp_path: Path) ->
     assert ranks_of(41001) == []
 
 
-def test_jobs_are_told_apart_and_a_dump_of_the_flight_recorder_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_are_told_apart(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "trace_rank_")
     with (
         started(script, port=41002, rank=0) as (_, first),
         started(script, port=41003, rank=1) as (_, second),
     ):
-        (tmp_path / "trace_rank_0").touch()
         (one,), (other,) = ranks_of(41002), ranks_of(41003)
-        assert (one.pid, one.recorder_file) == (first, "trace_rank_0")
-        assert (other.pid, other.recorder_file) == (second, "")
-
-
-def test_a_dump_at_torchs_usual_path_is_found_but_not_that_of_an_earlier_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    dump = tmp_path / "torch/comm_lib_trace_rank_0"
-    dump.parent.mkdir()
-    dump.touch()
-    os.utime(dump, (1.7e9, 1.7e9))
-    with started(script, port=41004, rank=0):
-        assert [one.recorder_file for one in ranks_of(41004)] == [""]
-        dump.touch()
-        assert [one.recorder_file for one in ranks_of(41004)] == [str(dump)]
+        assert (one.pid, other.pid) == (first, second)
 
 
 def test_the_command_of_a_rank_of_muster_run_is_the_one_that_was_typed() -> None:
