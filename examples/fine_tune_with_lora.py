@@ -6,7 +6,7 @@
 
 A small GPT first learns to write Python, as it is in this folder. Then its weights are frozen, and adapters teach it
 PYTHON IN CAPITAL LETTERS, which it has never seen. For a model of the Hugging Face hub no script is
-needed: `muster train` with model.lora_rank. Needs peft: pip install 'torchmuster[lora]'.
+needed: `muster train` with model.lora. Needs peft: pip install 'torchmuster[lora]'.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def fine_tune(world: World, base: nn.Module) -> nn.Module:
     """Put adapters beside a model's layers, train them on capital letters, and say what that gave."""
     pieces, held_out = (in_capitals(one) for one in pieces_of_text(LENGTH))
     test_loader = BatchLoader(held_out, world, global_batch_size=16, shuffle=False)
-    model = add_lora(base, rank=8, targets=BESIDE).value
+    model = add_lora(base, r=8, target_modules=BESIDE).value
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     of_all = sum(one.numel() for one in model.parameters())
     before = evaluate(model, test_loader, measure, world)

@@ -73,7 +73,7 @@ class MadeUpModel:
         """Return the record of a request."""
         candidate, work = request.candidate, request.work
         share = (request.blocks or self.blocks) / self.blocks
-        trained = 1.0 if work.lora_rank is None else 0.01
+        trained = 1.0 if work.lora is None else 0.01
         item = 4.0
         if work.torch_dtype == "bfloat16":
             item = 2.0

@@ -109,7 +109,7 @@ def test_adapters_learn(muster: Muster, quantized: bool) -> None:
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(vocab_size=512, num_attention_heads=4, **size)
     transformers.LlamaForCausalLM(config).save_pretrained("llama")
-    model = "model: {model_name_or_path: llama, loss: language_model, lora_rank: 8}"
+    model = "model: {model_name_or_path: llama, loss: language_model, lora: {r: 8}}"
     text = CONFIG.replace(CONFIG.splitlines()[0], model).replace("steps: 8", "steps: 30")
     Path("config.yaml").write_text(text)
     four_bit = ("--set", f"model.load_in_4bit={str(quantized).lower()}")

@@ -16,7 +16,7 @@ DASHBOARD = Path("deploy/grafana/torchmuster.json").resolve()
 # What a run has besides what all have: its gradients are clipped, its losses scaled, it evaluates and saves.
 RICH = CONFIG.replace(
     "train: {", "train: {clip_norm: 1, precision: fp16, evaluate_every: 20, "
-).replace("data: {", 'data: {evaluation_dataset: "own:few", ')
+).replace("data: {", 'data: {evaluation: "own:few", ')
 NOT_HERE = {
     catalogue.TOKENS_RATE: "the loss counts no tokens",
     catalogue.FLOP_RATE: "the formula fits only language models of transformers",

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 USUAL = {
     "model.model_name_or_path": "qwen",
-    "model.lora_rank": "4",
+    "model.lora": "{r: 4}",
     "data.files": "*.txt",
     "data.sequence_length": "32",
     "train.steps": "4",
@@ -31,10 +31,12 @@ USUAL = {
     "checkpoint.every": "2",
 }
 DDP, FSDP = {"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}
-LINEAR = {"model.lora_targets": "[all-linear]"}
-WHOLE = {"model.lora_modules_to_save": "[lm_head, norm]"}
+LINEAR = {"model.lora": "{r: 4, target_modules: all-linear}"}
+WHOLE = {"model.lora": "{r: 4, modules_to_save: [lm_head, norm]}"}
 QLORA = {"model.load_in_4bit": "true"}
-DROPOUT = {"model.lora_dropout": "0.1"}
+DROPOUT = {"model.lora": "{r: 4, lora_dropout: 0.1}"}
+DROPOUT_LINEAR = {"model.lora": "{r: 4, lora_dropout: 0.1, target_modules: all-linear}"}
+DROPOUT_WHOLE = {"model.lora": "{r: 4, lora_dropout: 0.1, modules_to_save: [lm_head, norm]}"}
 HALF = {"train.steps": "2"}
 RUNS: Mapping[str, Mapping[str, str]] = {
     "lora": {**USUAL, **FSDP},
@@ -48,8 +50,8 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     "qwhole": {**USUAL, **QLORA, **WHOLE, **DDP},
 }
 RESUMED: Mapping[str, Mapping[str, str]] = {
-    "dropped": {**USUAL, **DROPOUT, **WHOLE, **DDP},
-    "dropped-fsdp": {**USUAL, **DROPOUT, **LINEAR, **FSDP},
+    "dropped": {**USUAL, **DROPOUT_WHOLE, **DDP},
+    "dropped-fsdp": {**USUAL, **DROPOUT_LINEAR, **FSDP},
     "dropped-qlora": {**USUAL, **DROPOUT, **QLORA, **DDP},
     "dropped-qlora-fsdp": {**USUAL, **DROPOUT, **QLORA, **FSDP},
 }
@@ -68,8 +70,8 @@ PARTS: list[Part] = [
     ("moved-about", {**USUAL, **FSDP, "model.model_name_or_path": "moved"}),
     ("bf16-ddp", {**BF16, **DDP}),
     ("bf16-fsdp", {**BF16, **FSDP}),
-    ("refused", {**USUAL, **QLORA, **DDP, "model.lora_modules_to_save": "[o_proj]"}),
-    ("refused", {**USUAL, **DDP, "model.lora_modules_to_save": "[o_prj]"}),
+    ("refused", {**USUAL, **QLORA, **DDP, "model.lora": "{r: 4, modules_to_save: [o_proj]}"}),
+    ("refused", {**USUAL, **DDP, "model.lora": "{r: 4, modules_to_save: [o_prj]}"}),
 ]
 
 
@@ -184,6 +186,6 @@ def test_fsdp_takes_lora_matrices_in_float32_next_to_a_base_in_bfloat16(trained:
 def test_layers_that_cannot_be_trained_whole_are_refused(trained: Trained) -> None:
     quantized, unknown = trained.of("refused")
     assert "o_proj" in quantized["what"]
-    assert "lora_targets" in quantized["fix"]
+    assert "target_modules" in quantized["fix"]
     assert "o_prj" in unknown["what"]
     assert "o_proj" in unknown["why"]

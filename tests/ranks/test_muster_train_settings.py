@@ -37,7 +37,7 @@ FSDP = {"distributed.strategy": "fsdp"}
 LORA = {
     **TEXT,
     "model.model_name_or_path": "qwen-ddp/checkpoints/final",
-    "model.lora_rank": "4",
+    "model.lora": "{r: 4}",
     "train.activation_checkpointing": "selective",
     "train.clip_norm": "1",
     "train.steps": "4",
@@ -68,21 +68,21 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         "distributed.find_unused_parameters": "true",
         "model.build": "own_of_settings:model",
         "data.dataset": "own_of_settings:data",
-        "data.evaluation_dataset": "own_of_settings:data",
+        "data.evaluation": "own_of_settings:data",
         "train.epochs": "3",
         "train.learning_rate": "0.1",
         "train.optimizer": "sgd",
         "train.schedule": "cosine",
-        "train.warmup_steps": "2",
+        "train.warmup": "2",
         "train.log_every": "1",
     },
     "rows-of-a-dataset": {
         **ROWS,
         "model.model_name_or_path": "qwen",
         "data.hugging_face": "dataset",
-        "data.text_field": "words",
+        "data.columns": "{text: words}",
         "data.pack": "false",
-        "data.evaluation_files": "a.txt",
+        "data.evaluation": "test",
         "train.steps": "2",
     },
 }
@@ -118,6 +118,7 @@ def make_folder(folder: Path) -> None:
     (folder / "dataset").mkdir()
     records = [json.dumps({"words": line, "number": 1}) for line in lines[:40]]
     (folder / "dataset" / "train.jsonl").write_text("\n".join(records))
+    (folder / "dataset" / "test.jsonl").write_text("\n".join(records[:8]))
 
 
 @pytest.fixture(scope="module")

@@ -59,38 +59,40 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _WITHIN
         | {"family": "llama", "strategy": "ddp", "copies": 2, "shards": 1}
         | {"number_type": "bf16", "recompute": "none", "accumulation": 2},
-        {"lora_rank": 8, "torch_dtype": "bfloat16"},
+        {"lora": {"r": 8}, "torch_dtype": "bfloat16"},
     ),
     "QLoRA, one process": (
         _WITHIN
         | {"family": "llama", "strategy": "single", "copies": 1, "shards": 1}
         | {"number_type": "bf16", "recompute": "none"},
-        {"lora_rank": 8, "torch_dtype": "bfloat16", "load_in_4bit": True},
+        {"lora": {"r": 8}, "torch_dtype": "bfloat16", "load_in_4bit": True},
     ),
     "LoRA, shards, all recomputed": (
         _WITHIN
         | {"family": "qwen2", "strategy": "fsdp", "copies": 1, "shards": 2}
         | {"number_type": "bf16", "recompute": "full"},
-        {"lora_rank": 8, "torch_dtype": "bfloat16", "lora_targets": ("q_proj", "down_proj")},
+        {"lora": {"r": 8, "target_modules": ["q_proj", "down_proj"]}, "torch_dtype": "bfloat16"},
     ),
     "LoRA, dropout, a layer that is trained whole": (
         _WITHIN
         | {"family": "llama", "strategy": "single", "copies": 1, "shards": 1}
         | {"number_type": "bf16", "recompute": "selective"},
-        {"lora_rank": 8, "lora_dropout": 0.1}
-        | {"lora_modules_to_save": ("lm_head",), "torch_dtype": "bfloat16"},
+        {
+            "lora": {"r": 8, "lora_dropout": 0.1, "modules_to_save": ["lm_head"]},
+            "torch_dtype": "bfloat16",
+        },
     ),
     "QLoRA, copies, fp32": (
         _WITHIN
         | {"family": "mistral", "strategy": "ddp", "copies": 2, "shards": 1}
         | {"number_type": "fp32", "recompute": "none"},
-        {"lora_rank": 4, "load_in_4bit": True},
+        {"lora": {"r": 4}, "load_in_4bit": True},
     ),
     "QLoRA, transposed layers": (
         _WITHIN
         | {"family": "gpt2", "strategy": "single", "copies": 1, "shards": 1}
         | {"number_type": "bf16", "recompute": "full"},
-        {"lora_rank": 8, "load_in_4bit": True},
+        {"lora": {"r": 8}, "load_in_4bit": True},
     ),
 }
 # Tables that bitsandbytes keeps in each process are not traced: 1.5 kB.

@@ -24,7 +24,7 @@ USUAL = {
 TEXT = {"data.files": "a.txt", "data.tokenizer": "bytes", "data.sequence_length": "16"}
 DATA: Mapping[str, Mapping[str, str]] = {
     "bert": {"data.dataset": "masked_rows:rows"},
-    "vit": {"data.images": "pics", "data.evaluation_images": "pics"},
+    "vit": {"data.images": "pics", "data.evaluation": "pics"},
 }
 Exports: TypeAlias = Mapping[str, Mapping[str, Any]]  # by name, how each is made
 # These are sharded; the others are copied to each rank.
@@ -97,7 +97,7 @@ def test_final_and_exports_are_checked(kind: str, run_ranks: RunRanks, tmp_path:
 def test_adapters_are_checked_alone_and_merged(
     strategy: str, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    settings = {"model.lora_rank": "4", "distributed.strategy": strategy}
+    settings = {"model.lora": "{r: 4}", "distributed.strategy": strategy}
     exports: Exports = {
         "adapter": {},
         "half": {"dtype": "bfloat16"},

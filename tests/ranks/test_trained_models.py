@@ -36,7 +36,7 @@ USUAL = {
     "train.learning_rate": "1e-2",
     "checkpoint.every": "2",
 }
-LORA = {"model.lora_rank": "4", "model.lora_alpha": "24"}
+LORA = {"model.lora": "{r: 4, lora_alpha: 24}"}
 DDP, FSDP = {"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}
 RUNS: Mapping[str, Mapping[str, str]] = {
     "full-ddp": {"model.model_name_or_path": "byte-level", **DDP},
@@ -46,8 +46,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     "lora-fsdp": {"model.model_name_or_path": "word-piece", **LORA, **FSDP},
     "lora-embedding": {
         "model.model_name_or_path": "sentence-piece",
-        "model.lora_rank": "2",
-        "model.lora_targets": "[embed_tokens, o_proj]",
+        "model.lora": "{r: 2, target_modules: [embed_tokens, o_proj]}",
         **DDP,
     },
 }

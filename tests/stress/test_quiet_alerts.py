@@ -38,7 +38,7 @@ def data():
 SETTINGS = f"""\
 experiment_name: healthy
 model: {{build: "mine:model", loss: cross_entropy}}
-data: {{dataset: "mine:data", evaluation_dataset: "mine:data"}}
+data: {{dataset: "mine:data", evaluation: "mine:data"}}
 train: {{steps: {STEPS}, global_batch_size: 64, learning_rate: 1e-3, log_every: 5, evaluate_every: 10000}}
 checkpoint: {{every: 10000}}
 """

@@ -46,7 +46,7 @@ class Meant:
             if best is None:
                 raise Impossible(
                     f"there is no best checkpoint in {self.store.where}",
-                    why="the run had no checkpoint.best_metric, or no evaluation yet",
+                    why="the run had no checkpoint.keep_best, or no evaluation yet",
                     fix="give a name or a step number: muster checkpoint list shows them",
                 )
             return [best.name]
@@ -74,7 +74,7 @@ class Meant:
         settings = _settings_of(self.run) if self.run is not None else None
         if settings is None:
             return False
-        return settings.model.build is not None and settings.model.lora_rank is None
+        return settings.model.build is not None and settings.model.lora is None
 
     def dtype(self) -> str:
         """Return the dtype of the base model's weights in the run."""
@@ -202,7 +202,7 @@ def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
             nargs="?",
             default="",
             metavar="NAME",
-            help="a checkpoint's name, its step, or: best (by checkpoint.best_metric)",
+            help="a checkpoint's name, its step, or: best (by checkpoint.keep_best)",
         )
     parsers.add_runs_flag(parser)
 

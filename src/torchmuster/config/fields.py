@@ -144,6 +144,8 @@ def _word(info: inspect.Type) -> str:
             return "a string"
         case inspect.LiteralType(values=values):
             return "one of " + ", ".join(str(value) for value in values)
+        case inspect.DictType():
+            return "a group of options"
         case inspect.VarTupleType(item_type=item, max_length=most):
             inner = item.types if isinstance(item, inspect.UnionType) else (item,)
             items = f"a list of {most} items" if most is not None else "a list"

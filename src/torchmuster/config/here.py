@@ -9,11 +9,10 @@ from pathlib import Path
 
 from torchmuster.config.image_folder import image_classes
 from torchmuster.config.resolve import Resolved
-from torchmuster.config.training import FUNCTIONS, OWN_NAMES
+from torchmuster.config.training import OWN_NAMES, functions_in
 from torchmuster.errors import ConfigError, Impossible, Mistake
 from torchmuster.redaction import redact_text
 
-_FILES = ("data.files", "data.evaluation_files")
 # The library that each of metrics.sinks needs; the extra has the sink's name.
 SINK_LIBRARIES = {
     "tensorboard": "tensorboard",
@@ -24,7 +23,7 @@ SINK_LIBRARIES = {
 # The extra and the libraries that a setting needs; an extra includes those below it.
 _SETTING_LIBRARIES = {
     "model.load_in_4bit": ("qlora", ("bitsandbytes", "peft", "transformers")),
-    "model.lora_rank": ("lora", ("peft", "transformers")),
+    "model.lora": ("lora", ("peft", "transformers")),
     "model.model_name_or_path": ("transformers", ("transformers",)),
     "data.files": ("datasets", ("datasets",)),
     "data.hugging_face": ("datasets", ("datasets",)),
@@ -75,12 +74,13 @@ def looks_like_path(name: str) -> bool:
 
 
 def _here_files(resolved: Resolved) -> Iterator[Mistake]:
-    settings = resolved.settings.data
-    named = [
-        (path, place)
-        for path, places in zip(_FILES, (settings.files, settings.evaluation_files), strict=True)
-        for place in ([places] if isinstance(places, str) else places or ())
-    ]
+    data = resolved.settings.data
+    if data.files is None:
+        return
+    named = []
+    for path, places in (("data.files", data.files), ("data.evaluation", data.evaluation)):
+        for place in [places] if isinstance(places, str) else places or ():
+            named.append((path, place))
     for path, place in named:
         if "://" in place or "::" in place:  # not on this host
             continue
@@ -96,15 +96,17 @@ def _here_files(resolved: Resolved) -> Iterator[Mistake]:
 def _here_images(resolved: Resolved) -> Iterator[Mistake]:
     """Check image folders: each class has a subfolder."""
     data = resolved.settings.data
+    if data.images is None:
+        return
     classes = None
     for path, place in (
         ("data.images", data.images),
-        ("data.evaluation_images", data.evaluation_images),
+        ("data.evaluation", data.evaluation),
     ):
         if place is None:
             continue
         try:
-            classes = image_classes(place, known=classes)
+            classes = image_classes(str(place), known=classes)
         except Impossible as error:
             yield Mistake(
                 where=resolved.sources[path].where, what=f"{error.what}: {error.why}", fix=error.fix
@@ -124,7 +126,7 @@ def _here_model(resolved: Resolved) -> Iterator[Mistake]:
 
 def _modules(resolved: Resolved) -> Iterator[Mistake]:
     values = resolved.values()
-    for path in FUNCTIONS:
+    for path in functions_in(resolved):
         name = values[path]
         if not isinstance(name, str) or name in OWN_NAMES.get(path, ()):
             continue

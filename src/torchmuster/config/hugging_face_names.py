@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 _WHOLE_BATCH = "train.global_batch_size = {per_device_train_batch_size} x {gradient_accumulation_steps} x ranks"
 
+_BETAS = "train.optimizer_options: {{betas: [{adam_beta1}, {adam_beta2}]}}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OurSetting:
@@ -42,9 +44,11 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     "lr": OurSetting(path="train.learning_rate"),
     "learning_rate": OurSetting(path="train.learning_rate"),
     "weight_decay": OurSetting(path="train.weight_decay"),
-    "adam_beta1": OurSetting(path="train.betas", how="train.betas: [{adam_beta1}, {adam_beta2}]"),
-    "adam_beta2": OurSetting(path="train.betas", how="train.betas: [{adam_beta1}, {adam_beta2}]"),
-    "adam_epsilon": OurSetting(path="train.eps"),
+    "adam_beta1": OurSetting(path="train.optimizer_options", how=_BETAS),
+    "adam_beta2": OurSetting(path="train.optimizer_options", how=_BETAS),
+    "adam_epsilon": OurSetting(
+        path="train.optimizer_options", how="train.optimizer_options: {{eps: {adam_epsilon}}}"
+    ),
     "max_grad_norm": OurSetting(path="train.clip_norm"),
     "lr_scheduler_type": OurSetting(
         path="train.schedule", how="with the same names; polynomial is linear"
@@ -53,8 +57,8 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
         path="train.min_learning_rate",
         how="min_lr is train.min_learning_rate, num_decay_steps is train.decay_steps",
     ),
-    "warmup_steps": OurSetting(path="train.warmup_steps"),
-    "warmup_ratio": OurSetting(path="train.warmup_ratio"),
+    "warmup_steps": OurSetting(path="train.warmup"),
+    "warmup_ratio": OurSetting(path="train.warmup", how="as a share: 3% instead of 0.03"),
     # Precision and memory
     "bf16": OurSetting(path="train.precision", how="train.precision: bf16"),
     "fp16": OurSetting(path="train.precision", how="train.precision: fp16"),
@@ -70,16 +74,17 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     "model_name": OurSetting(path="model.model_name_or_path"),
     "model_name_or_path": OurSetting(path="model.model_name_or_path"),
     "base_model": OurSetting(path="model.model_name_or_path"),
-    "r": OurSetting(path="model.lora_rank"),
-    "lora_r": OurSetting(path="model.lora_rank"),
-    "lora_alpha": OurSetting(path="model.lora_alpha"),
-    "target_modules": OurSetting(path="model.lora_targets"),
-    "lora_target_modules": OurSetting(path="model.lora_targets"),
+    **dict.fromkeys(
+        ("r", "lora_r", "lora_alpha", "target_modules", "lora_target_modules"),
+        OurSetting(path="model.lora", how="model.lora: {{r: 16, lora_alpha: 32, …}}"),
+    ),
     # Data
     "dataset_name": OurSetting(path="data.hugging_face"),
     "train_file": OurSetting(path="data.files"),
-    "validation_file": OurSetting(path="data.evaluation_files"),
-    "dataset_text_field": OurSetting(path="data.text_field"),
+    "validation_file": OurSetting(path="data.evaluation"),
+    "dataset_text_field": OurSetting(
+        path="data.columns", how="data.columns: {{text: {dataset_text_field}}}"
+    ),
     "max_seq_length": OurSetting(path="data.sequence_length"),
     "max_length": OurSetting(path="data.sequence_length"),
     "block_size": OurSetting(path="data.sequence_length"),
@@ -93,18 +98,16 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     "save_steps": OurSetting(path="checkpoint.every"),
     "save_strategy": OurSetting(
         path="checkpoint.every",
-        how="a number of steps, a duration or never; best: checkpoint.best_metric",
+        how="a number of steps, a duration or never; best: checkpoint.keep_best",
     ),
     "save_total_limit": OurSetting(path="checkpoint.keep"),
     "resume_from_checkpoint": OurSetting(
         path="checkpoint.folder", how="not a setting: muster train --resume RUN"
     ),
     "load_best_model_at_end": OurSetting(
-        path="checkpoint.best_metric", how="and muster checkpoint export RUN best --to FOLDER"
+        path="checkpoint.keep_best", how="and muster checkpoint export RUN best --to FOLDER"
     ),
-    "metric_for_best_model": OurSetting(
-        path="checkpoint.best_metric", how="without the prefix eval_"
-    ),
+    "metric_for_best_model": OurSetting(path="checkpoint.keep_best", how="the loss is measured"),
     "early_stopping_patience": OurSetting(path="train.early_stopping_patience"),
     "eval_steps": OurSetting(path="train.evaluate_every"),
     "eval_strategy": OurSetting(

@@ -5,7 +5,7 @@ Schema and the reference page. A part of the product that needs a setting adds i
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -101,37 +101,18 @@ class Model:
             "else cross_entropy."
         ),
     ] = None
-    lora_rank: Annotated[
-        Count | None,
+    lora: Annotated[
+        dict[str, Any] | None,
         Meta(
-            description="Freeze the weights and train LoRA matrices of this rank; off if left out."
-        ),
-    ] = None
-    lora_alpha: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Scale of the LoRA matrices; twice the rank if left out."),
-    ] = None
-    lora_targets: Annotated[
-        Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
-        Meta(
-            description="Layers that get LoRA matrices, such as q_proj; all-linear means every linear "
-            "layer but the output; chosen by model type if left out."
-        ),
-    ] = None
-    lora_dropout: Annotated[
-        Annotated[float, Meta(ge=0, lt=1)],
-        Meta(description="Dropout on the input of the LoRA matrices."),
-    ] = 0.0
-    lora_modules_to_save: Annotated[
-        Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
-        Meta(
-            description="Layers that are trained whole and saved with the adapter, such as lm_head."
+            description="Freeze the weights and train LoRA matrices: options of peft.LoraConfig, such as "
+            "{r: 16, target_modules: all-linear, lora_dropout: 0.05}. If left out, lora_alpha is twice r, "
+            "and target_modules are chosen by model type."
         ),
     ] = None
     load_in_4bit: Annotated[
         bool,
         Meta(
-            description="Load the frozen weights in 4 bits (QLoRA) with bitsandbytes; needs lora_rank."
+            description="Load the frozen weights in 4 bits (QLoRA) with bitsandbytes; needs lora."
         ),
     ] = False
 
@@ -155,16 +136,17 @@ class Data:
         Text | None,
         Meta(description="A dataset: a local folder, or its name on the Hugging Face hub."),
     ] = None
-    config_name: Annotated[
-        Text | None, Meta(description="Configuration (subset) of the Hugging Face dataset.")
-    ] = None
     images: Annotated[
         Text | None,
         Meta(description="Folder of images to classify, with one subfolder for each class."),
     ] = None
     split: Annotated[Text, Meta(description="Split of the Hugging Face dataset.")] = "train"
-    revision: Annotated[
-        Text | None, Meta(description="Branch, tag or commit of a dataset on the hub.")
+    options: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="Options of datasets.load_dataset for a Hugging Face dataset, such as "
+            "{name: wikitext-2-raw-v1, revision: main}."
+        ),
     ] = None
     streaming: Annotated[
         bool,
@@ -177,16 +159,13 @@ class Data:
             "token ids; auto decides by the fields of the first record."
         ),
     ] = "auto"
-    text_field: Annotated[
-        Text, Meta(description="The field that holds the text, if a record has several fields.")
-    ] = "text"
-    messages_field: Annotated[
-        Text, Meta(description="The field that holds the messages of a chat.")
-    ] = "messages"
-    prompt_field: Annotated[Text, Meta(description="The field that holds the prompt.")] = "prompt"
-    completion_field: Annotated[Text, Meta(description="The field that holds the completion.")] = (
-        "completion"
-    )
+    columns: Annotated[
+        dict[str, str] | None,
+        Meta(
+            description="Fields with other names: {text: body, messages: chat, prompt: question, "
+            "completion: answer}."
+        ),
+    ] = None
     train_on: Annotated[
         Literal["answers", "all"],
         Meta(
@@ -227,20 +206,12 @@ class Data:
         Annotated[int, Meta(ge=0)],
         Meta(description="Worker processes per rank that read ahead; 0 reads in the rank itself."),
     ] = 0
-    evaluation_dataset: Annotated[
-        Text | None,
-        Meta(description="Your module:function that returns the evaluation dataset."),
-    ] = None
-    evaluation_files: Annotated[
+    evaluation: Annotated[
         Text | tuple[Text, ...] | None,
-        Meta(description="Files to evaluate on, given like data.files."),
-    ] = None
-    evaluation_split: Annotated[
-        Text | None, Meta(description="Split of the Hugging Face dataset to evaluate on.")
-    ] = None
-    evaluation_images: Annotated[
-        Text | None,
-        Meta(description="Folder of images to evaluate on, with subfolders as in data.images."),
+        Meta(
+            description="What to evaluate on, of the same kind as the training data: files, a split of "
+            "data.hugging_face, a folder of images, or your module:function."
+        ),
     ] = None
 
 
@@ -283,17 +254,12 @@ class Train:
             description="Weight decay of the optimizer, for all parameters except norms and biases."
         ),
     ] = 0.01
-    betas: Annotated[
-        Annotated[tuple[Annotated[float, Meta(ge=0, lt=1)], ...], Meta(min_length=2, max_length=2)],
-        Meta(description="The two betas of adamw, adamw_8bit, and muon's AdamW."),
-    ] = (0.9, 0.999)
-    eps: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="The epsilon of adamw, adamw_8bit, and muon's AdamW."),
-    ] = 1e-8
-    momentum: Annotated[
-        Annotated[float, Meta(ge=0, lt=1)] | None,
-        Meta(description="Momentum of sgd and muon; if left out, 0.9 for sgd and 0.95 for muon."),
+    optimizer_options: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="Other options: betas and eps of adamw, adamw_8bit and muon's AdamW; momentum of "
+            "sgd (0.9 if left out) and muon (0.95)."
+        ),
     ] = None
     schedule: Annotated[
         Literal[
@@ -310,16 +276,13 @@ class Train:
             "constant_with_warmup and inverse_sqrt decay to min_learning_rate at the last step."
         ),
     ] = "constant"
-    warmup_steps: Annotated[
-        Annotated[int, Meta(ge=0)],
-        Meta(description="Number of steps over which the learning rate rises to its peak."),
-    ] = 0
-    warmup_ratio: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | None,
+    warmup: Annotated[
+        Annotated[int, Meta(ge=0)] | Text,
         Meta(
-            description="The warm-up as a share of all steps, rounded up; instead of warmup_steps."
+            description="The steps over which the learning rate rises to its peak: a number, or a share "
+            "of all steps such as 3%, rounded up."
         ),
-    ] = None
+    ] = 0
     min_learning_rate: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="Learning rate at the end of the decay.")
     ] = 0.0
@@ -359,8 +322,8 @@ class Train:
     early_stopping_patience: Annotated[
         Count | None,
         Meta(
-            description="Stop after this number of evaluations in a row without improvement of "
-            "checkpoint.best_metric (loss if left out); off if left out."
+            description="Stop after this number of evaluations in a row in which the loss has not "
+            "improved; off if left out."
         ),
     ] = None
 
@@ -379,13 +342,13 @@ class Checkpoint:
     keep: Annotated[
         Count, Meta(description="Number of checkpoints to keep; older ones are deleted.")
     ] = 3
-    best_metric: Annotated[
-        Text | None,
+    keep_best: Annotated[
+        bool,
         Meta(
-            description="An evaluation metric, such as loss: save a checkpoint whenever it improves, "
-            "and keep the best one in addition to the newest ones; off if left out."
+            description="Save a checkpoint whenever the loss of an evaluation improves, and keep the best "
+            "one in addition to the newest ones."
         ),
-    ] = None
+    ] = False
     folder: Annotated[
         Text | None,
         Meta(

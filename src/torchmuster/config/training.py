@@ -1,9 +1,10 @@
 """Check that the settings describe a training run that can start; report every contradiction."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from torchmuster.config import fields
 from torchmuster.config.resolve import Resolved
@@ -24,62 +25,38 @@ _DATA = ("data.dataset", "data.files", "data.hugging_face", "data.images")
 _AT_MOST_ONE = (
     _MODELS,
     _DATA,
-    (
-        *("data.evaluation_dataset", "data.evaluation_files", "data.evaluation_split"),
-        "data.evaluation_images",
-    ),
     ("train.epochs", "train.steps"),
 )
 # Each of these names a function in the user's code.
-FUNCTIONS = (
-    *("model.build", "model.loss", "data.dataset", "data.evaluation_dataset"),
-    "train.optimizer",
-)
+FUNCTIONS = ("model.build", "model.loss", "data.dataset", "train.optimizer")
 # The built-in values of settings that also take a function.
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     "model.loss": ("cross_entropy", "language_model", "masked_language_model", "classification"),
     "train.optimizer": ("adamw", "sgd", "adafactor", "muon", "adamw_8bit"),
 }
 NEVER = "never"  # as checkpoint.every
-EVALUATION_METRICS = ("loss",)  # what muster train measures in an evaluation
+# The data sources whose records are text.
+_TEXT = ("data.files", "data.hugging_face")
 # Each key has an effect only if one of its values is given.
 _NEEDS = {
-    "model.lora_alpha": ("model.lora_rank",),
-    "model.lora_targets": ("model.lora_rank",),
-    "model.lora_dropout": ("model.lora_rank",),
-    "model.lora_modules_to_save": ("model.lora_rank",),
-    "model.load_in_4bit": ("model.lora_rank",),
-    **dict.fromkeys(
-        [
-            *("data.config_name", "data.split", "data.revision"),
-            "data.evaluation_split",
-        ],
-        ("data.hugging_face",),
-    ),
-    **dict.fromkeys(
-        [
-            *("data.format", "data.text_field", "data.messages_field", "data.prompt_field"),
-            *("data.completion_field", "data.train_on", "data.chat_template"),
-            *("data.tokenizer", "data.sequence_length", "data.pack", "data.streaming"),
-        ],
-        ("data.files", "data.hugging_face"),
-    ),
-    "data.evaluation_files": ("data.files", "data.hugging_face"),
+    "model.load_in_4bit": ("model.lora",),
+    "data.split": ("data.hugging_face",),
+    "data.options": ("data.hugging_face",),
+    "data.format": _TEXT,
+    "data.columns": _TEXT,
+    "data.train_on": _TEXT,
+    "data.chat_template": _TEXT,
+    "data.tokenizer": _TEXT,
+    "data.sequence_length": _TEXT,
+    "data.pack": _TEXT,
+    "data.streaming": _TEXT,
     "data.images": ("model.model_name_or_path",),
-    "data.evaluation_images": ("data.images",),
-    **dict.fromkeys(
-        ["train.evaluate_every", "train.early_stopping_patience", "checkpoint.best_metric"],
-        (
-            *("data.evaluation_files", "data.evaluation_dataset", "data.evaluation_split"),
-            "data.evaluation_images",
-        ),
-    ),
+    "train.evaluate_every": ("data.evaluation",),
+    "train.early_stopping_patience": ("data.evaluation",),
+    "checkpoint.keep_best": ("data.evaluation",),
 }
 # Each key has an effect only if the setting has one of the values.
 _ONLY_WITH = {
-    "train.betas": ("train.optimizer", ("adamw", "adamw_8bit", "muon")),
-    "train.eps": ("train.optimizer", ("adamw", "adamw_8bit", "muon")),
-    "train.momentum": ("train.optimizer", ("sgd", "muon")),
     "train.min_learning_rate": (
         "train.schedule",
         ("linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"),
@@ -91,6 +68,15 @@ _VALUE_NEEDS = {
     ("train.schedule", "cosine_with_min_lr"): "train.min_learning_rate",
     ("train.schedule", "warmup_stable_decay"): "train.decay_steps",
 }
+# The optimizer options that each optimizer has, with what a value must be.
+OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "adamw": ("betas", "eps"),
+    "adamw_8bit": ("betas", "eps"),
+    "muon": ("betas", "eps", "momentum"),
+    "sgd": ("momentum",),
+    "adafactor": (),
+}
+COLUMNS = ("text", "messages", "prompt", "completion")
 # These cannot update the shards of fsdp.
 UNSHARDED_OPTIMIZERS = ("adafactor", "adamw_8bit")
 
@@ -220,9 +206,16 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
         )
 
 
+def functions_in(resolved: Resolved) -> list[str]:
+    """Return the settings that name a function in the user's code, or a built-in value."""
+    if resolved.settings.data.dataset is None:
+        return [*FUNCTIONS]
+    return [*FUNCTIONS, "data.evaluation"]
+
+
 def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
     values = resolved.values()
-    for path in FUNCTIONS:
+    for path in functions_in(resolved):
         name = values[path]
         own = OWN_NAMES.get(path, ())
         if name is None or name in own:
@@ -241,11 +234,12 @@ def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
 
 def _lora(resolved: Resolved) -> Iterator[Mistake]:
     model = resolved.settings.model
-    if "all-linear" in (model.lora_targets or ()) and len(model.lora_targets or ()) > 1:
+    rank = None if model.lora is None else model.lora.get("r")
+    if model.lora is not None and (type(rank) is not int or rank < 1):
         yield Mistake(
-            where=resolved.sources["model.lora_targets"].where,
-            what="model.lora_targets has all-linear and other names",
-            fix="give all-linear alone, or the names of all layers",
+            where=resolved.sources["model.lora"].where,
+            what=f"model.lora needs r, a whole number of at least 1; this is {rank}",
+            fix="model.lora: {r: 16}",
         )
     if model.load_in_4bit and model.build is not None:
         yield Mistake(
@@ -271,29 +265,30 @@ def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:
 
 def _learning_rates(resolved: Resolved) -> Iterator[Mistake]:
     train = resolved.settings.train
-    if train.warmup_ratio is not None and train.warmup_steps:
+    try:
+        warmup = warmup_steps_of(train, train.steps)
+    except ValueError as error:
         yield Mistake(
-            where=resolved.sources["train.warmup_ratio"].where,
-            what="train.warmup_ratio and train.warmup_steps "
-            f"({resolved.sources['train.warmup_steps'].where}) are mutually exclusive",
-            fix="give one of the two",
+            where=resolved.sources["train.warmup"].where,
+            what=f"train.warmup is {train.warmup!r}: {error}",
+            fix="write a number of steps, or a share such as 3%",
         )
-    elif train.steps is not None and train.warmup_steps > train.steps:
+        return
+    if train.steps is not None and warmup is not None and warmup > train.steps:
         yield Mistake(
-            where=resolved.sources["train.warmup_steps"].where,
-            what=f"train.warmup_steps is {train.warmup_steps}, but there are only {train.steps} "
+            where=resolved.sources["train.warmup"].where,
+            what=f"train.warmup is {train.warmup}, but there are only {train.steps} "
             f"steps ({resolved.sources['train.steps'].where})",
             fix="use fewer warm-up steps: 10 % of all steps is usual",
         )
-    elif train.steps is not None and train.decay_steps is not None:
-        warmup = warmup_steps_of(train, train.steps) or 0
-        if warmup + train.decay_steps > train.steps:
-            yield Mistake(
-                where=resolved.sources["train.decay_steps"].where,
-                what=f"train.decay_steps is {train.decay_steps}, but after the warm-up there are only "
-                f"{train.steps - warmup} steps",
-                fix="use fewer decay steps, or more steps",
-            )
+    decay_steps = (warmup or 0) + (train.decay_steps or 0)
+    if train.decay_steps is not None and train.steps is not None and decay_steps > train.steps:
+        yield Mistake(
+            where=resolved.sources["train.decay_steps"].where,
+            what=f"train.decay_steps is {train.decay_steps}, but after the warm-up there are only "
+            f"{train.steps - (warmup or 0)} steps",
+            fix="use fewer decay steps, or more steps",
+        )
     if train.min_learning_rate >= train.learning_rate:
         yield Mistake(
             where=resolved.sources["train.min_learning_rate"].where,
@@ -304,10 +299,16 @@ def _learning_rates(resolved: Resolved) -> Iterator[Mistake]:
 
 
 def warmup_steps_of(train: Train, total_steps: int | None) -> int | None:
-    """Return the length of the warm-up; None if it is a share of an unknown number of steps."""
-    if train.warmup_ratio is None:
-        return train.warmup_steps
-    return None if total_steps is None else math.ceil(train.warmup_ratio * total_steps)
+    """Return the length of the warm-up; None if it is a share of an unknown number of steps.
+
+    Raises ``ValueError`` for a text that is not a share, such as 3%.
+    """
+    if isinstance(train.warmup, int):
+        return train.warmup
+    percent = float(train.warmup.removesuffix("%"))
+    if not train.warmup.endswith("%") or not 0 <= percent <= 100:
+        raise ValueError("a share is from 0% to 100%")
+    return None if total_steps is None else math.ceil(percent * total_steps / 100)
 
 
 def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
@@ -320,20 +321,29 @@ def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
             fix="use adamw, muon or sgd; or distributed.strategy: ddp, if a copy of the model fits on "
             "each GPU",
         )
-    metric = resolved.settings.checkpoint.best_metric
-    if metric is not None and not saves_checkpoints(resolved.settings.checkpoint):
+    known = OPTIMIZER_OPTIONS.get(optimizer)
+    if known is not None:  # a function of the user's has its own
+        yield from _unknown_keys(resolved, "train.optimizer_options", known)
+    yield from _unknown_keys(resolved, "data.columns", COLUMNS)
+    checkpoint = resolved.settings.checkpoint
+    if checkpoint.keep_best and not saves_checkpoints(checkpoint):
         yield Mistake(
-            where=resolved.sources["checkpoint.best_metric"].where,
-            what="checkpoint.best_metric has no effect with checkpoint.every: never",
+            where=resolved.sources["checkpoint.keep_best"].where,
+            what="checkpoint.keep_best has no effect with checkpoint.every: never",
             fix="leave out one of the two",
         )
-    if metric is not None and metric not in EVALUATION_METRICS:
-        yield Mistake(
-            where=resolved.sources["checkpoint.best_metric"].where,
-            what=f"checkpoint.best_metric is {metric!r}, but evaluations measure only "
-            f"{', '.join(EVALUATION_METRICS)}",
-            fix=f"checkpoint.best_metric: {EVALUATION_METRICS[0]}",
-        )
+
+
+def _unknown_keys(resolved: Resolved, path: str, known: Sequence[str]) -> Iterator[Mistake]:
+    options = cast(Mapping[str, object], resolved.values()[path] or {})
+    for name in options:
+        if name not in known:
+            names = ", ".join(known) or "none"
+            yield Mistake(
+                where=resolved.sources[path].where,
+                what=f"{path} has {name!r}, which is not one of its options here: {names}",
+                fix=fields.suggest_name(name, known) or "leave it out",
+            )
 
 
 def _training_times(resolved: Resolved) -> Iterator[Mistake]:

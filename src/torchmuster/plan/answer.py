@@ -75,7 +75,8 @@ class Offer:
     @property
     def flags(self) -> str:
         """The settings as flags of ``muster plan`` and ``muster train``."""
-        return " ".join(f"--set {path}={value}" for path, value in self.settings.items())
+        pairs = [f"{path}={value}" for path, value in self.settings.items()]
+        return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
 
     def describe(self, noun: str) -> str:
         """Describe the offer in one line."""

@@ -1,7 +1,7 @@
 """The training job, and one way to spread it over ranks: plain values, stored as JSON."""
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import plural
@@ -18,11 +18,7 @@ class Work:
     model_name_or_path: str | None = None  # or a transformers model: folder, or name on the hub
     torch_dtype: str | None = None
     loss: str | None = None
-    lora_rank: int | None = None
-    lora_alpha: float | None = None
-    lora_targets: tuple[str, ...] | None = None
-    lora_dropout: float = 0.0
-    lora_modules_to_save: tuple[str, ...] | None = None
+    lora: dict[str, Any] | None = field(default=None, hash=False)  # options of peft.LoraConfig
     load_in_4bit: bool = False  # the frozen linear layers, with bitsandbytes
     dataset: str | None = None  # module:function; its first sample gives the shape of a batch
     images: str | None = None  # or a folder of images; its first one gives the shape

@@ -108,22 +108,18 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
             fix="--dataset module:function (the shape of its first sample is used), or "
             "--sequence-length N for rows of tokens",
         )
-    if model.load_in_4bit and (model.lora_rank is None or model.model_name_or_path is None):
+    if model.load_in_4bit and (model.lora is None or model.model_name_or_path is None):
         raise Impossible(
-            "model.load_in_4bit needs model.lora_rank and model.model_name_or_path",
+            "model.load_in_4bit needs model.lora and model.model_name_or_path",
             why="4-bit weights are frozen, and loaded from the files of a Hugging Face model",
-            fix="--set model.lora_rank=16 --model FOLDER_OR_NAME, or leave out model.load_in_4bit",
+            fix="--set 'model.lora={r: 16}' --model FOLDER_OR_NAME, or leave out model.load_in_4bit",
         )
     return Work(
         build=model.build,
         model_name_or_path=model.model_name_or_path,
         torch_dtype=model.torch_dtype,
         loss=model.loss,
-        lora_rank=model.lora_rank,
-        lora_alpha=model.lora_alpha,
-        lora_targets=model.lora_targets,
-        lora_dropout=model.lora_dropout,
-        lora_modules_to_save=model.lora_modules_to_save,
+        lora=model.lora,
         load_in_4bit=model.load_in_4bit,
         dataset=data.dataset,
         images=data.images,

@@ -395,8 +395,8 @@ def _offers(request: PlanRequest, trace: Trace) -> Iterator[Offer]:
 def _offered_settings(request: PlanRequest, *, four_bit: bool) -> dict[str, str]:
     work = request.work
     settings: dict[str, str] = {}
-    if work.lora_rank is None:
-        settings["model.lora_rank"] = str(_LORA_RANK)
+    if work.lora is None:
+        settings["model.lora"] = f"{{r: {_LORA_RANK}}}"
     if work.torch_dtype in (None, "float32") and request.precision.value != "fp32":
         # Frozen weights lose nothing in 16 bits.
         settings["model.torch_dtype"] = estimate.COMPUTE_TYPES[request.precision.value]
@@ -410,7 +410,7 @@ def _offered_settings(request: PlanRequest, *, four_bit: bool) -> dict[str, str]
 def _with_settings(request: PlanRequest, settings: dict[str, str]) -> PlanRequest:
     work = replace(
         request.work,
-        lora_rank=request.work.lora_rank or _LORA_RANK,
+        lora=request.work.lora or {"r": _LORA_RANK},
         torch_dtype=settings.get("model.torch_dtype", request.work.torch_dtype),
         load_in_4bit="model.load_in_4bit" in settings,
     )

@@ -109,11 +109,8 @@ def record_format(settings: Settings) -> RecordFormat:
     data = settings.data
     return RecordFormat(
         kind="text" if data.format == "auto" else data.format,
-        text_field=data.text_field,
-        messages_field=data.messages_field,
-        prompt_field=data.prompt_field,
-        completion_field=data.completion_field,
         train_on=data.train_on,
+        **{f"{name}_field": column for name, column in (data.columns or {}).items()},
     )
 
 
@@ -130,10 +127,12 @@ def open_training(settings: Settings) -> Records | None:
 def open_evaluation(settings: Settings) -> Records | None:
     """Open the records to evaluate on; None if the settings have none."""
     data = settings.data
-    if data.evaluation_files is not None:
-        return open_files(data.evaluation_files, record_format(settings))
-    if data.evaluation_split is not None:
-        return _open_split(settings, data.evaluation_split)
+    if data.evaluation is None:
+        return None
+    if data.files is not None:
+        return open_files(data.evaluation, record_format(settings))
+    if data.hugging_face is not None:
+        return _open_split(settings, str(data.evaluation))
     return None
 
 
@@ -143,8 +142,7 @@ def _open_split(settings: Settings, split: str) -> Records:
     return open_dataset(
         data.hugging_face,
         split,
-        config_name=data.config_name,
-        revision=data.revision,
+        options=data.options,
         streaming=data.streaming,
     )
 
@@ -227,14 +225,13 @@ def evaluation_of(
 ) -> Evaluation | None:
     """Return what to evaluate, and when; None if the settings have no evaluation."""
     data = settings.data
-    given = (data.evaluation_dataset, data.evaluation_files, data.evaluation_split)
-    if given == (None, None, None) and images is None:
+    if data.evaluation is None:
         return None
     with rank_zero_first(world, per="node"):
         if images is not None:
             samples: Any = images
-        elif data.evaluation_dataset is not None:
-            samples = factory.call_import(data.evaluation_dataset, "data.evaluation_dataset")
+        elif data.dataset is not None:
+            samples = factory.call_import(str(data.evaluation), "data.evaluation")
         else:
             assert text is not None
             records = open_evaluation(settings)

@@ -17,7 +17,7 @@ from torchmuster.train.data.text import TextFormat
 from torchmuster.train.data.tokenizers import TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
-from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens, lost_updates
+from torchmuster.train.models.factory import ModelRecipe, check_tokens, lost_updates
 from torchmuster.train.models.meta_init import build_for, build_on_meta, build_whole
 from torchmuster.train.models.parameters import peft_config
 from torchmuster.train.precision import Precision
@@ -39,20 +39,11 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
             files = hugging_face.find_model(wanted.model_name_or_path)
     images = settings.data.images
     labels = None if images is None else image_classes(images)
-    adapters = None
-    if wanted.lora_rank is not None:
-        adapters = Lora(
-            rank=wanted.lora_rank,
-            alpha=wanted.lora_alpha,
-            targets=wanted.lora_targets,
-            dropout=wanted.lora_dropout,
-            modules_to_save=wanted.lora_modules_to_save,
-        )
     return ModelRecipe(
         files=files,
         build=wanted.build,
         dtype=wanted.torch_dtype or ("auto" if files is None else "float32"),
-        lora=adapters,
+        lora=wanted.lora,
         load_in_4bit=wanted.load_in_4bit,
         labels=labels,
     )

@@ -14,7 +14,6 @@ from torchmuster.checkpoints.export_check import ExportCheck, run_check
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
 from torchmuster.config.training import (
-    EVALUATION_METRICS,
     checkpoint_place,
     saves_checkpoints,
     warmup_steps_of,
@@ -88,7 +87,7 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
     early = " (stopped early)" if trainer.stopped_early else ""
     rank_zero_log(world, f"trained {trainer.step} steps{early}{ended}; the weights are in {place}")
-    if settings.checkpoint.best_metric is not None and trainer.best is not None:
+    if settings.checkpoint.keep_best and trainer.best is not None:
         rank_zero_log(
             world,
             f"{trainer.best.describe()}; to export it: muster checkpoint export {folder.name} best "
@@ -132,7 +131,7 @@ def _trainer(
     if saving is not None:
         saving = replace(saving, base=base_of(recipe, model, world, folder))
     loss = _training_loss(settings, recipe, text)
-    held_out = settings.data.evaluation_images
+    held_out = settings.data.evaluation if images else None
     reports = reports_for(settings, world, folder)
     precision_of_run = with_weights_of(model, number_type)
     return Trainer(
@@ -159,7 +158,7 @@ def _trainer(
                 batches.value,
                 loss,
                 world,
-                images=images_of(held_out, recipe, world) if held_out else None,
+                images=images_of(str(held_out), recipe, world) if held_out else None,
             ),
         ),
         checkpoints=saving,
@@ -180,7 +179,7 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
         every=every if isinstance(every, int) else None,
         every_s=None if isinstance(every, int) else parse_seconds(every),
         keep=wanted.keep,
-        keep_best=wanted.best_metric is not None,
+        keep_best=wanted.keep_best,
         stop=stop,
         retry_final=True,
     )
@@ -226,14 +225,11 @@ def _epochs(settings: Settings) -> int | None:
 
 def _optimizer(wanted: Train) -> optimizers.MakeOptimizer:
     if ":" not in wanted.optimizer:
-        first, second = wanted.betas
         return optimizers.optimizer_named(
             cast(optimizers.Name, wanted.optimizer),
             learning_rate=wanted.learning_rate,
             weight_decay=wanted.weight_decay,
-            betas=(first, second),
-            eps=wanted.eps,
-            momentum=wanted.momentum,
+            **(wanted.optimizer_options or {}),
         )
     make = factory.find_import(wanted.optimizer, "train.optimizer")
 
@@ -251,13 +247,9 @@ def _optimizer(wanted: Train) -> optimizers.MakeOptimizer:
 
 def _with_best_metric(settings: Settings, evaluation: Evaluation | None) -> Evaluation | None:
     train, checkpoint = settings.train, settings.checkpoint
-    if evaluation is None or not (checkpoint.best_metric or train.early_stopping_patience):
+    if evaluation is None or not (checkpoint.keep_best or train.early_stopping_patience):
         return evaluation
-    return replace(
-        evaluation,
-        best_metric=checkpoint.best_metric or EVALUATION_METRICS[0],
-        patience=train.early_stopping_patience,
-    )
+    return replace(evaluation, best_metric="loss", patience=train.early_stopping_patience)
 
 
 def _schedule(
@@ -271,9 +263,9 @@ def _schedule(
     warmup_steps = warmup_steps_of(wanted, total)
     if warmup_steps is None:
         raise Impossible(
-            "train.warmup_ratio needs the number of steps, which is not known here",
+            f"train.warmup is {wanted.warmup}, but the number of steps is not known here",
             why="the length of a stream is known only at its end",
-            fix="set train.steps, or use train.warmup_steps",
+            fix="set train.steps, or give the warm-up as a number of steps",
         )
     return lambda optimizer: optimizers.schedule(
         optimizer,

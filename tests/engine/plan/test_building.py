@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,13 +54,13 @@ def traced(work: Work, blocks: int | None) -> TraceRecord:
     return trace(TraceRequest(work=work, candidate=SHARDED, blocks=blocks, kernels="cuda"))
 
 
-@pytest.mark.parametrize("lora_rank", [None, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lora", [None, pytest.param({"r": 4}, marks=pytest.mark.nightly)])
 def test_a_copy_is_traced_like_a_model_that_was_just_built(
-    work: Work, lora_rank: int | None
+    work: Work, lora: dict[str, Any] | None
 ) -> None:
-    if lora_rank is not None:
+    if lora is not None:
         pytest.importorskip("peft")
-    work = replace(work, lora_rank=lora_rank)
+    work = replace(work, lora=lora)
     built = []
     for blocks in (3, None, 4):
         build_step._of_transformers.cache_clear()

@@ -41,7 +41,7 @@ def work(tmp_path: Path) -> Work:
     pytest.importorskip("peft")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return Work(
-        model_name_or_path=str(tmp_path), sequence_length=32, lora_rank=4, torch_dtype="bfloat16"
+        model_name_or_path=str(tmp_path), sequence_length=32, lora={"r": 4}, torch_dtype="bfloat16"
     )
 
 
@@ -101,7 +101,7 @@ def test_only_named_layers_and_the_output_stay_whole(work: Work) -> None:
     layers_of_blocks = 7 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
     assert dtypes.count("nf4") == layers_of_blocks
     assert {shape.dtype for shape in quantized.parameters if shape.trained} == {"float32"}
-    saved = replace(work, load_in_4bit=True, lora_modules_to_save=("down_proj",))
+    saved = replace(work, load_in_4bit=True, lora={"r": 4, "modules_to_save": ["down_proj"]})
     whole = trace(TraceRequest(work=saved, candidate=ALONE))
     assert sum(one.dtype == "nf4" for one in whole.parameters) == 6 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
 
@@ -138,13 +138,13 @@ def test_a_few_layers_tell_the_memory_of_all(work: Work) -> None:
     "changes",
     [
         {"lora_dropout": 0.1},
-        {"lora_modules_to_save": ("lm_head",)},
+        {"modules_to_save": ["lm_head"]},
     ],
 )
 def test_options_of_lora_are_traced(work: Work, changes: dict[str, object]) -> None:
     plain = trace(TraceRequest(work=work, candidate=ALONE, kernels="cuda"))
     other = trace(
-        TraceRequest(work=replace(work, **changes), candidate=ALONE, kernels="cuda")  # type: ignore[arg-type]
+        TraceRequest(work=replace(work, lora={"r": 4, **changes}), candidate=ALONE, kernels="cuda")
     )
-    trains_more = "lora_modules_to_save" in changes
+    trains_more = "modules_to_save" in changes
     assert (other.trained_count > plain.trained_count) == trains_more

@@ -55,7 +55,7 @@ def trained(model: nn.Module) -> set[str]:
 
 
 def test_the_targets_of_a_known_kind_are_chosen_with_a_reason(snapshot: SnapshotAssertion) -> None:
-    adapted = add_lora(llama(), rank=4)
+    adapted = add_lora(llama(), r=4)
     assert "q_proj, v_proj" in adapted.reason
     assert adapted.reason == snapshot
     assert trained(adapted.value) == {"q_proj", "v_proj"}
@@ -64,10 +64,10 @@ def test_the_targets_of_a_known_kind_are_chosen_with_a_reason(snapshot: Snapshot
 
 
 def test_targets_of_an_unknown_kind_and_as_asked(snapshot: SnapshotAssertion) -> None:
-    adapted = add_lora(Two(), rank=2)
+    adapted = add_lora(Two(), r=2)
     assert adapted.reason == snapshot
     assert trained(adapted.value) == {"first", "second"}
-    adapted = add_lora(Two(), rank=2, alpha=3, targets=["second"])
+    adapted = add_lora(Two(), r=2, lora_alpha=3, target_modules=["second"])
     assert " second" in adapted.reason
     assert adapted.reason == snapshot
     assert trained(adapted.value) == {"second"}
@@ -75,12 +75,12 @@ def test_targets_of_an_unknown_kind_and_as_asked(snapshot: SnapshotAssertion) ->
 
 
 def test_all_linear_layers_and_layers_that_are_trained_whole(snapshot: SnapshotAssertion) -> None:
-    adapted = add_lora(llama(), rank=2, targets=["all-linear"], modules_to_save=["lm_head"])
+    adapted = add_lora(llama(), r=2, target_modules="all-linear", modules_to_save=["lm_head"])
     assert adapted.reason == snapshot
     of_lora = {name for name in trained(adapted.value) if not name.startswith("weight")}
     assert of_lora >= {*(f"{one}_proj" for one in "qkvo"), "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(Impossible) as error:
-        add_lora(llama(), rank=2, modules_to_save=["lm_haed"])
+        add_lora(llama(), r=2, modules_to_save=["lm_haed"])
     assert "lm_haed" in error.value.what
     assert "lm_head" in error.value.why
     assert error.value == snapshot
@@ -90,7 +90,7 @@ def test_targets_that_are_not_there_are_told_with_those_that_are(
     snapshot: SnapshotAssertion,
 ) -> None:
     with pytest.raises(Impossible) as error:
-        add_lora(Two(), rank=2, targets=["q_proj"])
+        add_lora(Two(), r=2, target_modules=["q_proj"])
     assert error.value.what.endswith(" q_proj")
     assert error.value.why.endswith(" first, second")
     assert error.value == snapshot
@@ -109,7 +109,7 @@ def test_peft_reads_what_is_saved(options: dict[str, Any], tmp_path: Path) -> No
     import peft
     import safetensors.torch
 
-    model = add_lora(llama(), rank=2, **options).value
+    model = add_lora(llama(), r=2, **options).value
     with torch.no_grad():
         for one in model.parameters():
             if one.requires_grad:
@@ -129,6 +129,6 @@ def test_peft_reads_what_is_saved(options: dict[str, Any], tmp_path: Path) -> No
 def test_without_peft(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(Impossible) as error:
-        add_lora(Two(), rank=2)
+        add_lora(Two(), r=2)
     assert error.value == snapshot
     assert error.value.fix == "pip install 'torchmuster[lora]'"

@@ -90,7 +90,7 @@ def settings_of(layout: Layout, steps: int) -> dict[str, str]:
         "train.global_batch_size": "16",
         "train.learning_rate": "0.001",
         "train.schedule": "cosine",
-        "train.warmup_steps": "10",
+        "train.warmup": "10",
         "train.clip_norm": "1",
         "train.log_every": "1",
         "checkpoint.every": "8",

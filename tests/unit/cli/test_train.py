@@ -21,7 +21,7 @@ experiment_name: tiny
 distributed: {strategy: fsdp}
 model: {model_name_or_path: llama}
 data: {files: "data/*.txt"}
-train: {steps: 10, learning_rate: 3e-4, betas: [0.9, 0.95]}
+train: {steps: 10, learning_rate: 3e-4, optimizer_options: {betas: [0.9, 0.95]}}
 """
 
 
@@ -60,7 +60,7 @@ def test_ranks_get_the_given_settings_as_words_and_no_file(train: Train, own_mac
         *("--set", "data.files=data/*.txt"),
         *("--set", "train.steps=10"),
         *("--set", "train.learning_rate=0.0003"),
-        *("--set", "train.betas=[0.9, 0.95]"),
+        *("--set", 'train.optimizer_options={"betas": [0.9, 0.95]}'),
         *("--set", "train.clip_norm=1.0"),
         *("--set", "train.seed=7"),
         *("--device", "cpu"),

@@ -35,11 +35,11 @@ def told(folder: Path, text: str) -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        "model: {model_name_or_path: ./llama}\ndata: {files: '*.txt', evaluation_files: a.txt}",
+        "model: {model_name_or_path: ./llama}\ndata: {files: '*.txt', evaluation: a.txt}",
         "model: {model_name_or_path: ./llama}\ndata: {files: ['*.txt', 's3://bucket/a.jsonl']}",
         "model: {model_name_or_path: owner/name}\ndata: {files: 's3://bucket/*.jsonl'}",
         "model: {build: 'mine_of_here:make', loss: cross_entropy}\n"
-        "data: {dataset: 'package_of_here.inner.data:make', evaluation_dataset: 'json.decoder:make'}",
+        "data: {dataset: 'package_of_here.inner.data:make', evaluation: 'json.decoder:make'}",
         "data: {files: llama}",
     ],
 )
@@ -58,12 +58,13 @@ model:
   loss: package_of_here.outer:loss
 data:
   files: data/*.txt
-  evaluation_files: b.txt
-  dataset: mine_of_hre:make
+  evaluation: b.txt
+train:
+  optimizer: mine_of_hre:make
 """
     found = told(folder, text)
     assert [line.partition(": ")[0] for line in found] == [
-        *("c.yaml:5:10", "c.yaml:6:21", "c.yaml:2:23", "c.yaml:3:9", "c.yaml:7:12")
+        *("c.yaml:5:10", "c.yaml:6:15", "c.yaml:2:23", "c.yaml:3:9", "c.yaml:8:14")
     ]
     assert [line.replace(str(folder), "FOLDER") for line in found] == snapshot
 
@@ -87,10 +88,10 @@ def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
 @pytest.mark.parametrize(
     ("missing", "text", "extra"),
     [
-        (["bitsandbytes"], "{model_name_or_path: a/b, lora_rank: 4, load_in_4bit: true}", "qlora"),
-        (["peft"], "{model_name_or_path: a/b, lora_rank: 4, load_in_4bit: true}", "qlora"),
-        (["peft", "bitsandbytes"], "{model_name_or_path: a/b, lora_rank: 4}", "lora"),
-        (["peft"], "{build: 'mine_of_here:make', lora_rank: 4}", "lora"),
+        (["bitsandbytes"], "{model_name_or_path: a/b, lora: {r: 4}, load_in_4bit: true}", "qlora"),
+        (["peft"], "{model_name_or_path: a/b, lora: {r: 4}, load_in_4bit: true}", "qlora"),
+        (["peft", "bitsandbytes"], "{model_name_or_path: a/b, lora: {r: 4}}", "lora"),
+        (["peft"], "{build: 'mine_of_here:make', lora: {r: 4}}", "lora"),
         (["transformers", "peft"], "{model_name_or_path: a/b}", "transformers"),
     ],
 )

@@ -25,7 +25,7 @@ def test_every_name_leads_to_a_setting_that_exists(name: str) -> None:
 
 
 def test_a_setting_at_its_place_is_no_mistake() -> None:
-    assert resolve_settings(flags=[Flag(flag="", path="train.warmup_steps", text="1")])
+    assert resolve_settings(flags=[Flag(flag="", path="train.warmup", text="1")])
     assert our_setting("train.unknown", {}) == ""
 
 
@@ -40,7 +40,7 @@ def test_the_batch_sizes_of_a_file_are_multiplied(tmp_path: Path) -> None:
     assert "train.micro_batch_size" in fixes[0]
     assert "train.global_batch_size = 2 x 4 x ranks" in fixes[0]
     assert fixes[1] == "use train.global_batch_size = 2 x 4 x ranks"
-    assert fixes[2] == "use train.betas: [0.8, adam_beta2]"
+    assert fixes[2] == "use train.optimizer_options: {betas: [0.8, adam_beta2]}"
 
 
 def test_the_page_has_every_name() -> None:

@@ -41,25 +41,17 @@ model:
   device_map: auto
   torch_dtype: bfloat16
   loss: language_model
-  lora_rank: 8
-  lora_alpha: 16
-  lora_targets: [q_proj, v_proj]
-  lora_dropout: 0.05
-  lora_modules_to_save: [lm_head]
+  lora: {r: 8, lora_alpha: 16, target_modules: [q_proj, v_proj]}
   load_in_4bit: true
 data:
   dataset: my_data:train
   files: data/*.jsonl
   hugging_face: wikitext
-  config_name: wikitext-2-raw-v1
+  options: {name: wikitext-2-raw-v1}
   split: train
-  revision: main
   streaming: true
   format: chat
-  text_field: text
-  messages_field: conversation
-  prompt_field: question
-  completion_field: answer
+  columns: {messages: conversation, prompt: question, completion: answer}
   train_on: all
   chat_template: chat.jinja
   tokenizer: bytes
@@ -67,11 +59,8 @@ data:
   pack: true
   shuffle: false
   workers: 2
-  evaluation_dataset: my_data:test
-  evaluation_files: data/test.jsonl
-  evaluation_split: test
+  evaluation: [a.jsonl, b.jsonl]
   images: pictures
-  evaluation_images: more-pictures
 train:
   epochs: 3
   steps: 1000
@@ -80,12 +69,9 @@ train:
   optimizer: adamw
   learning_rate: 3e-4
   weight_decay: 0
-  betas: [0.9, 0.95]
-  eps: 1e-7
-  momentum: 0.9
+  optimizer_options: {betas: [0.9, 0.95], eps: 1e-7}
   schedule: cosine
-  warmup_steps: 100
-  warmup_ratio: 0.1
+  warmup: 3%
   min_learning_rate: 1e-5
   decay_steps: 100
   clip_norm: 1.0
@@ -99,7 +85,7 @@ train:
 checkpoint:
   every: 10min
   keep: 2
-  best_metric: loss
+  keep_best: true
   folder: s3://bucket/place
 metrics:
   sinks: [tensorboard, mlflow, wandb]
@@ -123,14 +109,11 @@ GOOD = [
     "experiment_name: no",
     "experiment_name: 2026-01-01",
     "train: {activation_checkpointing: full, learning_rate: 1}",
-    "train: {optimizer: 'my_code:make', schedule: warmup_stable_decay, betas: [0, 0.5]}",
+    "train: {optimizer: 'my_code:make', schedule: warmup_stable_decay, warmup: 7}",
 ]
 
 BAD = [
-    "train: {betas: [0.9]}",
-    "train: {betas: [0.9, 0.99, 0.999]}",
-    "train: {betas: [0.9, 1.0]}",
-    "train: {warmup_ratio: 1.5}",
+    "train: {warmup: 1.5}",
     "[]",
     "text",
     "3",
@@ -172,7 +155,7 @@ BAD = [
     "model: {torch_dtype: bf16}",
     "model: {model_name_or_path: ''}",
     "model: {model_name_or_path: 7}",
-    "model: {lora_rank: 0}",
+    "model: {lora: 0}",
     "data: {files: [a, 3]}",
     "data: {sequence_length: 1}",
     "train: {learning_rate: 0}",

@@ -39,7 +39,7 @@ def places(lines: list[str]) -> list[str]:
     "text",
     [
         GOOD,
-        "model: {build: 'a:b'}\ndata: {dataset: 'a:c', evaluation_dataset: 'a:d'}\n"
+        "model: {build: 'a:b'}\ndata: {dataset: 'a:c', evaluation: 'a:d'}\n"
         "train: {evaluate_every: 5, steps: 10}",
         "model: {build: 'a:b'}\ndata: {hugging_face: x, split: test, tokenizer: bytes}",
         GOOD + "train: {epochs: 2, micro_batch_size: 4, global_batch_size: 6}",
@@ -66,7 +66,6 @@ distributed: {enabled: false, num_gpus: 4}
 model:
   model_name_or_path: m
   build: a:b
-  lora_alpha: 16
 data:
   dataset: a:c
   files: x.txt
@@ -74,7 +73,7 @@ data:
 train:
   epochs: 1
   steps: 10
-  warmup_steps: 11
+  warmup: 11
   micro_batch_size: 9
   global_batch_size: 8
   evaluate_every: 3
@@ -83,13 +82,12 @@ train:
     assert places(found) == [
         "c.yaml",
         "c.yaml:4:10",
+        "c.yaml:7:10",
+        "c.yaml:11:10",
         "c.yaml:8:10",
-        "c.yaml:12:10",
-        "c.yaml:5:15",
-        "c.yaml:9:10",
-        "c.yaml:16:19",
-        "c.yaml:14:21",
-        "c.yaml:13:17",
+        "c.yaml:15:19",
+        "c.yaml:13:21",
+        "c.yaml:12:11",
         "c.yaml:1:41",
     ]
     assert found == snapshot
@@ -118,11 +116,9 @@ def test_the_settings_a_run_leaves_start_another(text: str, tmp_path: Path) -> N
 def test_what_names_no_function_is_told_with_the_rest(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
-    text = (
-        "model: {build: mine.model, loss: mse}\ndata: {dataset: 'a:', evaluation_dataset: ':b'}\n"
-    )
+    text = "model: {build: mine.model, loss: mse}\ndata: {dataset: 'a:', evaluation: ':b'}\n"
     found = told(tmp_path, text)
-    assert places(found) == ["c.yaml:1:16", "c.yaml:1:34", "c.yaml:2:17", "c.yaml:2:43"]
+    assert places(found) == ["c.yaml:1:16", "c.yaml:1:34", "c.yaml:2:17", "c.yaml:2:35"]
     assert found == snapshot
 
 
@@ -135,7 +131,7 @@ def test_numbers_that_cannot_be_computed_with(tmp_path: Path) -> None:
 TRICKY = """\
 experiment_name: "a: b # c\\u0085\\n'\\"😀"
 distributed: {gpu_ids: [0, "0:1"]}
-model: {build: "null", lora_targets: ["*", "a, b"]}
+model: {build: "null", lora: {r: 4, target_modules: ["*", "a, b"]}}
 data: {files: "*.txt #1"}
 train: {learning_rate: 3e-4, activation_checkpointing: 2, clip_norm: null}
 """
@@ -155,7 +151,7 @@ def test_settings_that_are_passed_on_as_words_arrive(tmp_path: Path) -> None:
     assert words[::2] == ["--set"] * (len(words) // 2)
     parts = [word.partition("=") for word in words[1::2]]
     assert {path for path, _, _ in parts} == {
-        *("experiment_name", "distributed.gpu_ids", "model.build", "model.lora_targets"),
+        *("experiment_name", "distributed.gpu_ids", "model.build", "model.lora"),
         *("data.files", "train.learning_rate", "train.activation_checkpointing", "train.clip_norm"),
     }
     again = resolve_settings(
@@ -193,39 +189,37 @@ def test_settings_of_lora_that_cannot_be(tmp_path: Path, snapshot: SnapshotAsser
     text = """\
 model:
   build: a:b
-  lora_rank: 4
-  lora_targets: [all-linear, q_proj]
+  lora: {rank: 4}
   load_in_4bit: true
 data: {dataset: "a:c"}
 """
     found = told(tmp_path, text)
-    assert places(found) == ["c.yaml:4:17", "c.yaml:5:17"]
+    assert places(found) == ["c.yaml:3:9", "c.yaml:4:17"]
     alone = """\
 model:
   model_name_or_path: m
-  lora_dropout: 0.1
-  lora_modules_to_save: [lm_head]
   load_in_4bit: true
 data: {dataset: "a:c"}
 """
-    without_rank = told(tmp_path, alone)
-    assert [one.partition(":")[2].partition(":")[0] for one in places(without_rank)] == list("345")
-    assert [*found, *without_rank] == snapshot
+    without_lora = told(tmp_path, alone)
+    assert places(without_lora) == ["c.yaml:3:17"]
+    assert [*found, *without_lora] == snapshot
 
 
-EVALUATED = GOOD.replace("files: a.txt", "files: a.txt, evaluation_files: b.txt")
+EVALUATED = GOOD.replace("files: a.txt", "files: a.txt, evaluation: b.txt")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        GOOD + "train: {optimizer: 'mine:make', warmup_ratio: 0.1}",
-        GOOD + "train: {optimizer: muon, betas: [0.9, 0.95], eps: 1e-7, momentum: 0.9}",
-        GOOD + "train: {schedule: warmup_stable_decay, decay_steps: 5, warmup_steps: 5, steps: 10}",
+        GOOD + "train: {optimizer: 'mine:make', warmup: 10%}",
+        GOOD
+        + "train: {optimizer: muon, optimizer_options: {betas: [0.9, 0.95], eps: 1e-7, momentum: 0.9}}",
+        GOOD + "train: {schedule: warmup_stable_decay, decay_steps: 5, warmup: 5, steps: 10}",
         GOOD + "train: {schedule: cosine_with_min_lr, min_learning_rate: 1e-5}",
         GOOD + "train: {optimizer: muon}\ndistributed: {strategy: fsdp}",
         EVALUATED + "train: {early_stopping_patience: 3}",
-        EVALUATED + "checkpoint: {best_metric: loss}",
+        EVALUATED + "checkpoint: {keep_best: true}",
     ],
 )
 def test_optimizers_schedules_and_the_best_checkpoint(text: str, tmp_path: Path) -> None:
@@ -236,25 +230,29 @@ def test_optimizers_schedules_and_the_best_checkpoint(text: str, tmp_path: Path)
     ("text", "named"),
     [
         (GOOD + "train: {optimizer: adam}", "adamw"),
-        (GOOD + "train: {optimizer: sgd, betas: [0.9, 0.95]}", "train.betas"),
-        (GOOD + "train: {optimizer: adafactor, eps: 1e-6}", "train.eps"),
-        (GOOD + "train: {momentum: 0.5}", "train.momentum"),
+        (
+            GOOD + "train: {optimizer: sgd, optimizer_options: {betas: [0.9, 0.95]}}",
+            "train.optimizer_options",
+        ),
+        (
+            GOOD + "train: {optimizer: adafactor, optimizer_options: {eps: 1e-6}}",
+            "train.optimizer_options",
+        ),
+        (GOOD + "train: {optimizer_options: {momentum: 0.5}}", "train.optimizer_options"),
         (GOOD + "train: {optimizer: adafactor}\ndistributed: {strategy: fsdp}", "adafactor"),
         (GOOD + "train: {optimizer: adamw_8bit}\ndistributed: {strategy: fsdp}", "adamw_8bit"),
-        (GOOD + "train: {warmup_ratio: 0.1, warmup_steps: 3}", "mutually exclusive"),
+        (GOOD + "train: {warmup: 130%}", "train.warmup"),
         (GOOD + "train: {schedule: warmup_stable_decay}", "train.decay_steps"),
         (GOOD + "train: {schedule: cosine_with_min_lr}", "train.min_learning_rate"),
         (GOOD + "train: {min_learning_rate: 1e-4}", "train.min_learning_rate"),
         (GOOD + "train: {schedule: linear, min_learning_rate: 1e-3}", "train.learning_rate"),
         (
-            GOOD + "train: {schedule: warmup_stable_decay, decay_steps: 9, warmup_ratio: 0.15, "
-            "steps: 10}",
+            GOOD + "train: {schedule: warmup_stable_decay, decay_steps: 9, warmup: 15%, steps: 10}",
             "8 steps",
         ),
-        (GOOD + "train: {early_stopping_patience: 3}", "data.evaluation_files"),
-        (GOOD + "checkpoint: {best_metric: loss}", "data.evaluation_files"),
-        (EVALUATED + "checkpoint: {best_metric: accuracy}", "'accuracy'"),
-        (EVALUATED + "checkpoint: {best_metric: loss, every: never}", "checkpoint.every"),
+        (GOOD + "train: {early_stopping_patience: 3}", "data.evaluation"),
+        (GOOD + "checkpoint: {keep_best: true}", "data.evaluation"),
+        (EVALUATED + "checkpoint: {keep_best: true, every: never}", "checkpoint.every"),
     ],
 )
 def test_optimizer_settings_that_contradict_are_told(text: str, named: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_offload_is_the_last_resort_and_comes_with_offers() -> None:
     assert answer.chosen.value.fits
     assert [offer.name for offer in answer.offers] == ["LoRA", "QLoRA"]
     lora, qlora = answer.offers
-    assert lora.flags == "--set model.lora_rank=16 --set model.torch_dtype=bfloat16"
+    assert lora.flags == "--set 'model.lora={r: 16}' --set model.torch_dtype=bfloat16"
     assert qlora.flags.endswith("--set model.load_in_4bit=true")
     assert not lora.forecast.candidate.cpu_offload
     assert qlora.forecast.candidate.strategy == "ddp"

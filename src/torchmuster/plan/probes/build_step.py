@@ -26,7 +26,7 @@ from torchmuster.train.data.images import ImageFolder
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models import factory, hugging_face, lora
 from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
-from torchmuster.train.models.factory import Lora, ModelRecipe, check_tokens
+from torchmuster.train.models.factory import ModelRecipe, check_tokens
 from torchmuster.train.models.meta_init import build_for, build_on_meta
 from torchmuster.train.precision import PRECISIONS, Precision
 from torchmuster.train.step import StepResult, TrainStep
@@ -318,28 +318,19 @@ def _sketch(recipe: ModelRecipe, compute: torch.dtype | None) -> nn.Module:
     if compute is None or recipe.lora is None:
         return recipe.sketch().value
     model = replace(recipe, lora=None).sketch().value
-    four_bit.replace_linear_layers(model, compute, whole=recipe.lora.modules_to_save or ())
-    return lora.add_lora(model, **vars(recipe.lora)).value
+    four_bit.replace_linear_layers(model, compute, whole=recipe.lora.get("modules_to_save") or ())
+    return lora.add_lora(model, **recipe.lora).value
 
 
 def _recipe(work: Work) -> ModelRecipe:
     files = None
     if work.model_name_or_path is not None:
         files = hugging_face.find_model(work.model_name_or_path)
-    adapters = None
-    if work.lora_rank is not None:
-        adapters = Lora(
-            rank=work.lora_rank,
-            alpha=work.lora_alpha,
-            targets=work.lora_targets,
-            dropout=work.lora_dropout,
-            modules_to_save=work.lora_modules_to_save,
-        )
     return ModelRecipe(
         files=files,
         build=work.build,
         dtype=work.torch_dtype or ("auto" if files is None else "float32"),
-        lora=adapters,
+        lora=work.lora,
         labels=None if work.images is None else image_classes(work.images),
     )
 

@@ -127,12 +127,12 @@ class RecordTokenizer:
         field = self.how.messages_field
         if isinstance(record, Mapping) and field not in record and _CONVERSATIONS in record:
             field = _CONVERSATIONS
-        messages = _messages(_field(record, field, "data.messages_field"), field)
+        messages = _messages(_field(record, field), field)
         return template.tokens(messages, _tools(record), answers=self.how.train_on == "answers")
 
     def _completion(self, record: Any) -> Tokens:
-        prompt = _field(record, self.how.prompt_field, "data.prompt_field")
-        completion = _field(record, self.how.completion_field, "data.completion_field")
+        prompt = _field(record, self.how.prompt_field)
+        completion = _field(record, self.how.completion_field)
         answers = self.how.train_on == "answers"
         if isinstance(prompt, str) and isinstance(completion, str):
             begin, whole = self._tokenizer.encode([prompt, prompt + completion])
@@ -168,7 +168,7 @@ class RecordTokenizer:
                 why="a record is a string, or an object with fields",
                 fix='write each record as an object: {"text": "…"}',
             )
-        return cast(str, _field(record, name, "data.text_field", kind="a string"))
+        return cast(str, _field(record, name, kind="a string"))
 
 
 class _ChatTemplate:
@@ -379,7 +379,7 @@ def _refuse_messages(field: str, value: Any) -> None:
         )
 
 
-def _field(record: Any, name: str, setting: str, kind: str = "") -> Any:
+def _field(record: Any, name: str, kind: str = "") -> Any:
     """Return a field's value; it must not be missing or null."""
     if not isinstance(record, Mapping):
         raise MusterError(
@@ -394,7 +394,7 @@ def _field(record: Any, name: str, setting: str, kind: str = "") -> Any:
         raise MusterError(
             f"the field {name} {problem}",
             why=f"the record has {', '.join(filled) or 'no other fields'}",
-            fix=f"fix the record, or set {setting} to another field",
+            fix="fix the record, or name another field in data.columns",
         )
     return value
 

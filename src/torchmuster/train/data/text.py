@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -293,11 +293,13 @@ def open_dataset(
     name_or_path: str,
     split: str,
     *,
-    config_name: str | None = None,
-    revision: str | None = None,
+    options: Mapping[str, Any] | None = None,
     streaming: bool = False,
 ) -> Records:
-    """Open a data set: a folder that ``save_to_disk`` wrote, a folder of files, or a name on the hub."""
+    """Open a data set: a folder that ``save_to_disk`` wrote, a folder of files, or a name on the hub.
+
+    ``options`` are those of ``datasets.load_dataset``.
+    """
     datasets = import_datasets("datasets by name or folder need")
     folder = Path(name_or_path).expanduser()
     name = f"{name_or_path} {split}"
@@ -310,9 +312,7 @@ def open_dataset(
                 dataset = dataset.to_iterable_dataset()
             return Records(dataset=dataset, name=name)
         source = str(folder) if folder.is_dir() else name_or_path
-        dataset = datasets.load_dataset(
-            source, config_name, split=split, revision=revision, streaming=streaming
-        )
+        dataset = datasets.load_dataset(source, split=split, streaming=streaming, **(options or {}))
         return Records(dataset=dataset, name=name)
     except (OSError, ValueError) as error:
         raise Impossible(

@@ -2,8 +2,8 @@
 
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +63,13 @@ def call_import(name: str, setting: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
-    """The arguments of :func:`torchmuster.train.models.lora.add_lora`."""
-
-    rank: int
-    alpha: float | None = None
-    targets: Sequence[str] | None = None
-    dropout: float = 0.0
-    modules_to_save: Sequence[str] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelRecipe:
     """A Hugging Face model (``files``), or a user function (``build``)."""
 
     files: ModelFiles | None = None
     build: str | None = None  # module:function
     dtype: str = "auto"  # of the weights; auto: from the files or the function
-    lora: Lora | None = None
+    lora: Mapping[str, Any] | None = field(default=None, hash=False)  # options of peft.LoraConfig
     load_in_4bit: bool = False  # the frozen weights of files; the others keep dtype
     compute: torch.dtype = torch.float32  # of the layers in 4 bits
     device: str = "cpu"  # that weights in 4 bits are loaded to
@@ -152,7 +141,7 @@ class ModelRecipe:
             raise Impossible(
                 f"LoRA was requested, but {self.files.folder} has no weights",
                 why="it has only config.json, and random weights are not saved",
-                fix="set a folder with weights, or remove model.lora_rank",
+                fix="set a folder with weights, or remove model.lora",
             )
         if self.lora is not None and self.files is not None:
             replaced = hugging_face.new_head(self.files, self.labels)
@@ -161,20 +150,13 @@ class ModelRecipe:
                     "LoRA was requested for a model that gets a new head",
                     why=f"{replaced}; LoRA would freeze the random weights of the new head, and an "
                     "adapter does not contain them",
-                    fix="remove model.lora_rank, or train a head first and set its folder here",
+                    fix="remove model.lora, or train a head first and set its folder here",
                 )
 
     def _adapted(self, model: nn.Module) -> Decision[nn.Module]:
         if self.lora is None:
             return Decision(value=model, reason="")
-        adapted = lora.add_lora(
-            model,
-            rank=self.lora.rank,
-            alpha=self.lora.alpha,
-            targets=self.lora.targets,
-            dropout=self.lora.dropout,
-            modules_to_save=self.lora.modules_to_save,
-        )
+        adapted = lora.add_lora(model, **self.lora)
         if self.files is not None:  # where an adapter finds its base model, from any folder
             config = peft_config(adapted.value)
             config.base_model_name_or_path = self.files.name

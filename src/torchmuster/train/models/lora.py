@@ -26,32 +26,29 @@ ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output
 _MODULES_TO_SAVE = ".modules_to_save.default"  # of peft; default is the name of a single adapter
 
 
-def add_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float | None = None,
-    targets: Sequence[str] | None = None,
-    dropout: float = 0.0,
-    modules_to_save: Sequence[str] | None = None,
-) -> Decision[nn.Module]:
-    """Freeze a model and add matrices of this rank to the targets; only those are trained.
+def add_lora(model: nn.Module, *, r: int, **options: Any) -> Decision[nn.Module]:
+    """Freeze a model and add matrices of rank ``r`` to some layers; only those are trained.
 
-    ``targets`` are names of layers, or ``["all-linear"]``. ``modules_to_save`` names layers that are
-    trained whole.
+    ``options`` are those of ``peft.LoraConfig``, such as ``target_modules`` (names of layers, or all-linear),
+    ``lora_dropout``, or ``modules_to_save`` (layers that are trained whole). ``lora_alpha`` is twice ``r`` if
+    left out, and the targets are those that peft has for the type of model.
     """
     peft = _peft()
-    chosen = _targets(model, targets)
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
-        target_modules=chosen.value,
-        lora_dropout=dropout,
-        modules_to_save=None if modules_to_save is None else list(modules_to_save),
-        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
-    )
+    chosen = _targets(model, options.get("target_modules"))
+    modules_to_save = options.get("modules_to_save") or ()
+    if hasattr(model, "prepare_inputs_for_generation"):
+        options.setdefault("task_type", "CAUSAL_LM")
+    options.setdefault("lora_alpha", 2 * r)
+    try:
+        config = peft.LoraConfig(r=r, **{**options, "target_modules": chosen.value})
+    except (TypeError, ValueError) as error:
+        raise Impossible(
+            "peft.LoraConfig refuses these LoRA options",
+            why=str(error),
+            fix="change model.lora; peft's documentation lists the options of LoraConfig",
+        ) from error
     layers, modules = _names_of_layers(model), _module_names(model)
-    _refuse_copies_in_4_bits(model, modules_to_save or ())
+    _refuse_copies_in_4_bits(model, modules_to_save)
     try:
         with warnings.catch_warnings():
             # peft 0.21 asks transformers 5.23 for an attribute by its old name.
@@ -61,22 +58,22 @@ def add_lora(
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise Impossible(
-            f"none of the LoRA targets is in the model: {', '.join(targets or ['any'])}",
+            f"none of the LoRA targets is in the model: {chosen.reason}",
             why=f"the model's layers are {', '.join(layers) or 'of no supported kind'}",
-            fix="set lora_targets to some of these",
+            fix="set target_modules to some of these",
         ) from error
     copied = _copied_modules(adapted)
-    for name in modules_to_save or ():
+    for name in modules_to_save:
         if not any(one == name or one.endswith(name) for one in copied):
             raise Impossible(
-                f"lora_modules_to_save has {name}, which the model does not have",
+                f"modules_to_save has {name}, which the model does not have",
                 why=f"its layers are {', '.join(sorted(modules))}",
-                fix="set lora_modules_to_save to some of these",
+                fix="set modules_to_save to some of these",
             )
     whole = f", {', '.join(sorted(copied))} whole" if copied else ""
     return Decision(
         value=adapted,
-        reason=f"LoRA rank {rank} on {chosen.reason}{whole}: {trained_share(adapted)}",
+        reason=f"LoRA rank {r} on {chosen.reason}{whole}: {trained_share(adapted)}",
     )
 
 
@@ -196,9 +193,9 @@ def _refuse_copies_in_4_bits(model: nn.Module, modules_to_save: Sequence[str]) -
     for name, module in model.named_modules():
         if id(module) in packed and name.endswith(tuple(modules_to_save)):
             raise Impossible(
-                f"{name} cannot be trained whole (lora_modules_to_save): its weights are in 4 bits",
+                f"{name} cannot be trained whole (modules_to_save): its weights are in 4 bits",
                 why="weights in 4 bits have no gradient, and peft could not load a trained copy next to them",
-                fix="put it into lora_targets instead, or leave out load_in_4bit",
+                fix="put it into target_modules instead, or leave out load_in_4bit",
             )
 
 
@@ -218,11 +215,13 @@ def _module_names(model: nn.Module) -> set[str]:
     return {one for one in names if one and not one.isdigit()}
 
 
-def _targets(model: nn.Module, asked: Sequence[str] | None) -> Decision[list[str] | str]:
-    if asked is not None and list(asked) == [ALL_LINEAR]:
+def _targets(model: nn.Module, wanted: str | Sequence[str] | None) -> Decision[list[str] | str]:
+    if wanted in (ALL_LINEAR, [ALL_LINEAR]):
         return Decision(value=ALL_LINEAR, reason="every linear layer but the output (requested)")
-    if asked is not None:
-        return Decision(value=list(asked), reason=f"{', '.join(asked)} (requested)")
+    if isinstance(wanted, str):  # a regular expression, as peft takes it
+        return Decision(value=wanted, reason=f"{wanted} (requested)")
+    if wanted is not None:
+        return Decision(value=list(wanted), reason=f"{', '.join(wanted)} (requested)")
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
