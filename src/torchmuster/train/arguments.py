@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from torch.utils.data import DataLoader
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train import precision as precisions
-from torchmuster.train.checkpointing.policy import CheckpointSettings
 from torchmuster.train.data.batch_split import BatchSplit
-from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.losses import Loss, loss_named
@@ -30,6 +28,9 @@ from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World, join_world, joined_world
+
+if TYPE_CHECKING:
+    from torchmuster.train.checkpointing.policy import CheckpointSettings
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 ParameterGroups: TypeAlias = Callable[[nn.Module], list[ParameterGroup]]
@@ -96,6 +97,8 @@ def choose_loader(data: object, world: World, *, batch_size: int | None, seed: i
     if all(hasattr(data, name) for name in ("epoch", "steps_in_epoch", "state", "restore")):
         return cast(Loader, data)
     if isinstance(data, DataLoader):
+        from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
+
         return DataLoaderAdapter(data, world)
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise wrong("data", data, "a DataLoader, a dataset, or a loader such as BatchLoader")
@@ -212,9 +215,13 @@ def moved_optimizer(
     return move
 
 
-def choose_checkpoints(checkpoints: object) -> CheckpointSettings | None:
+def choose_checkpoints(checkpoints: object) -> "CheckpointSettings | None":
     """Return what to save where: a folder or URL is saved to every 10 minutes and at the end."""
-    if checkpoints is None or isinstance(checkpoints, CheckpointSettings):
+    if checkpoints is None:
+        return None
+    from torchmuster.train.checkpointing.policy import CheckpointSettings
+
+    if isinstance(checkpoints, CheckpointSettings):
         return checkpoints
     if isinstance(checkpoints, str | Path):
         return CheckpointSettings(to=checkpoints, every_s=SAVE_EVERY_S)

@@ -138,12 +138,6 @@ class Lines:
             if error.errno not in NO_ROOM:
                 raise
 
-    def move(self, step: int) -> None:
-        """Show the progress of the run; called at every step, so it must be cheap."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
 
 class Bar(Lines):
     """Lines with a progress bar below; the training thread draws it, at most twice a second."""
@@ -167,7 +161,7 @@ class Bar(Lines):
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def move(self, step: int) -> None:
-        """Redraw the bar if due."""
+        """Redraw the bar if due; called at every step, so it must be cheap."""
         now_s = time.perf_counter()
         if now_s >= self._redraw_at_s:
             self._progress.update(self._task, completed=step, refresh=True)
@@ -204,17 +198,14 @@ class Reports:
         self._last_step: int | None = None
         self._saved_step: int | None = None  # since the last line
         self._advised: set[str] = set()
-        self._screen = Lines()
+        self._lines = Lines()
+        self.bar: Bar | None = None  # while a run trains on a terminal
 
     def open(self, last_step: int | None) -> None:
         """Start reporting; ``last_step`` is the last step of the run, if known."""
         self._last_step = last_step
         if self._speaks and sys.stdout.isatty():
-            self._screen = Bar(last_step)
-
-    def move(self, step: int) -> None:
-        """Show the progress of the run on a terminal."""
-        self._screen.move(step)
+            self.bar = Bar(last_step)
 
     def go_on_from(self, step: int, *, evaluated: int) -> None:
         """Delete the lines after a step, and later evaluations: these steps are repeated."""
@@ -225,7 +216,7 @@ class Reports:
         """Show a text, on rank 0."""
         if self._speaks:
             for line in text.splitlines():
-                self._screen.say(line)
+                (self.bar or self._lines).say(line)
 
     def record(self, record: StepRecord) -> None:
         """Show and write a record."""
@@ -282,7 +273,8 @@ class Reports:
 
     def close(self) -> None:
         """Remove the bar and close the files; another :meth:`open` may follow."""
-        self._screen.close()
-        self._screen = Lines()
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
         if self._files is not None:
             self._files.close()

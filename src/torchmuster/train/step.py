@@ -156,6 +156,7 @@ class TrainStep:
         self._scale = LossScale(world, scaler) if precision.needs_scaler else None
         self._counts_items: bool | None = None  # unknown until the first loss
         self._on_device = _decides_on_device(optimizer, world.device)
+        self._is_simulated = is_simulated(world)
         self._checked = False  # whether every parameter gets a gradient
         self._step: Step | None = None  # the current one
         self._micro: MicroBatch | None = None  # the one whose loss is expected next
@@ -174,7 +175,7 @@ class TrainStep:
         self._counted = self._asked = None
         self._seen = seen = []
         rounds = step.rounds
-        for micro in step:
+        for micro in step.micro_batches:
             seen.append(micro)
             self._micro = micro
             self._last = len(seen) == rounds
@@ -285,7 +286,7 @@ class TrainStep:
             numbers=numbers,
             settle=lambda applied, numbers: self._settled(applied, numbers, measured),
         )
-        if is_simulated(self._world):  # in the planner, tensors have no values
+        if self._is_simulated:  # in the planner, tensors have no values
             outcome.take_as_applied()
         self._apply(outcome, factor)
         if self._schedule is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.data.worker_processes import advise_workers
 from torchmuster.train.progress import progress
@@ -65,6 +64,8 @@ class StepLog:
         self._communication = CommunicationTime(model, world)
         self._data_fix = "more loader workers"
         if workers is not None:
+            from torchmuster.devices.readers.cpu import usable_cores
+
             self._data_fix = advise_workers(
                 workers=workers, cores=usable_cores().value, ranks=world.local_world_size
             )

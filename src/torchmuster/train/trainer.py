@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ from torchmuster.finding import render
 from torchmuster.train import arguments
 from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.banner import banner
-from torchmuster.train.checkpointing import trainer_state
-from torchmuster.train.checkpointing.checkpointer import Loaded
-from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
 from torchmuster.train.data.step import Loader, Step
 from torchmuster.train.evaluate import BestMetric, Measure, evaluate
 from torchmuster.train.losses import Loss
@@ -50,6 +47,10 @@ from torchmuster.train.step_log import StepLog
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 from torchmuster.units import plural
+
+if TYPE_CHECKING:  # imported only by runs that save
+    from torchmuster.train.checkpointing.checkpointer import Loaded
+    from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Trainer:
         clip_norm: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         evaluation: Evaluation | None = None,
-        checkpoints: CheckpointSettings | Path | str | None = None,
+        checkpoints: "CheckpointSettings | Path | str | None" = None,
         reports: Reports | None = None,
         seed: int = 0,
         flops_of_batch: Callable[[Any], float] | None = None,
@@ -147,6 +148,7 @@ class Trainer:
         self.seed = seed
         self._weights_seed = None if isinstance(model, nn.Module) else seed
         self.precision = arguments.choose_precision(precision, world)
+        self._autocast = self.precision.value.autocast(world.device)
         self.strategy = arguments.choose_strategy(strategy, self.precision.value, model, world)
         with oom_report(world):
             model = arguments.with_values(model, self.strategy.value, world, seed=seed)
@@ -213,7 +215,8 @@ class Trainer:
                         if saves is not None:
                             self._save_if_due(saves, is_best=is_best)
                             saves.end_if_asked(self.step, self._log.elapsed_s)
-                        self.reports.move(self.step)
+                        if self.reports.bar is not None:
+                            self.reports.bar.move(self.step)
                         if self._is_done(epochs, steps):
                             break
                         self._log.wait()
@@ -256,7 +259,7 @@ class Trainer:
                 yield step
 
     def _loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
-        with self.precision.value.autocast(self.world.device):
+        with self._autocast:
             result = self.loss(self.model, batch)
         return result if isinstance(result, tuple) else (result, None)
 
@@ -314,7 +317,7 @@ class Trainer:
         is_best = self.best is not None and self.best.update(numbers, self.step)
         return is_best and self._saving is not None and self._saving.keep_best
 
-    def _save_if_due(self, saves: CheckpointPolicy, *, is_best: bool) -> None:
+    def _save_if_due(self, saves: "CheckpointPolicy", *, is_best: bool) -> None:
         elapsed_s = self._log.elapsed_s
         if is_best or saves.is_due(self.step, elapsed_s):
             best = None
@@ -323,7 +326,7 @@ class Trainer:
             with self._log.spending("saving"):
                 saves.save(self.step, elapsed_s, best=best)
 
-    def _end_epoch(self, saves: CheckpointPolicy | None) -> None:
+    def _end_epoch(self, saves: "CheckpointPolicy | None") -> None:
         """Evaluate after the epoch if that is wanted, and count the epoch."""
         is_best = False
         if self._evaluation is not None and self._every is None and self.evaluated < self.step:
@@ -347,7 +350,9 @@ class Trainer:
         )
 
     @contextmanager
-    def _running(self, epochs: int | None, steps: int | None) -> Iterator[CheckpointPolicy | None]:
+    def _running(
+        self, epochs: int | None, steps: int | None
+    ) -> "Iterator[CheckpointPolicy | None]":
         """Report, save, and explain a lack of memory, during one call of :meth:`fit`."""
         ends = [] if steps is None else [steps]
         steps_in_epoch = self.loader.steps_in_epoch()
@@ -355,6 +360,8 @@ class Trainer:
             ends.append(epochs * steps_in_epoch)
         saving: AbstractContextManager[CheckpointPolicy | None] = nullcontext()
         if self._saving is not None:
+            from torchmuster.train.checkpointing import trainer_state
+
             saving = trainer_state.trainer_states(self, self._saving)
         self.reports.open(min(ends, default=None))
         try:
@@ -431,7 +438,7 @@ class Trainer:
         """The last step of the last step line."""
         return self.step - self._log.steps
 
-    def resume(self) -> Loaded | None:
+    def resume(self) -> "Loaded | None":
         """Resume from the newest good checkpoint of ``checkpoints``, of any number of ranks.
 
         Return what was loaded; None if there is no checkpoint and training starts from scratch.
@@ -442,6 +449,8 @@ class Trainer:
                 "resume() needs a place of checkpoints",
                 fix="give Trainer(checkpoints=…), a folder",
             )
+        from torchmuster.train.checkpointing import trainer_state
+
         loaded = trainer_state.resume_trainer(self, self._saving)
         if loaded is not None and "base" not in loaded.state:
             # It has the frozen weights, which may differ from the base model's files of today.

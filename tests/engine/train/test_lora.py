@@ -100,9 +100,9 @@ def test_targets_that_are_not_there_are_told_with_those_that_are(
     "options",
     [
         {},
-        {"targets": ["all-linear"]},
+        {"target_modules": ["all-linear"]},
         {"modules_to_save": ["lm_head", "norm"]},
-        {"targets": ["embed_tokens", "o_proj"]},
+        {"target_modules": ["embed_tokens", "o_proj"]},
     ],
 )
 def test_peft_reads_what_is_saved(options: dict[str, Any], tmp_path: Path) -> None:

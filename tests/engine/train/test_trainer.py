@@ -318,7 +318,6 @@ def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away(
 def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Reports(WORLD)
     lines.open(10)
-    lines.move(5)
     lines.say("a line")
     lines.close()
     assert capsys.readouterr().out == "a line\n"

@@ -1,22 +1,121 @@
 """``BatchLoader``: the same global batches on any number of ranks, resumed exactly in the middle of an epoch."""
 
+import random
+import sys
+from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from torchmuster.errors import Impossible
 from torchmuster.train.data.batch_split import BatchSplit, split_batch
 from torchmuster.train.data.order import sample_order
 from torchmuster.train.data.pytree import move_to_device
-from torchmuster.train.data.samples import MicroBatches, SampleRange
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.data.worker_processes import IgnoreSignalsInWorkers
+from torchmuster.train.seeds import derive_seed, seed_process
 from torchmuster.train.torch_private import stop_workers
 from torchmuster.train.world import World
+
+
+class SampleRange(NamedTuple):
+    """A micro-batch to read: these samples, of which the first ``samples`` count."""
+
+    epoch: int
+    indices: list[int]
+    samples: int
+
+
+class MicroBatches:
+    """The micro-batches of a dataset, by their :class:`SampleRange`: what a DataLoader's workers read."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None,
+        seed: int,
+        random_per_sample: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._seed = seed
+        self._random_per_sample = random_per_sample
+        self._tensors = _tensors(dataset) if collate is None else None
+
+    def __getitems__(self, chosen: SampleRange) -> Any:
+        """Return the batch of these samples; DataLoader calls this with what its ``batch_sampler`` yields."""
+        if get_worker_info() is not None:
+            # By the samples, not by the worker: a resumed run draws the same numbers.
+            seed_process(derive_seed(self._seed, "batch", chosen.epoch, chosen.indices[0]))
+        if self._tensors is not None:
+            index = torch.frombuffer(array("q", chosen.indices), dtype=torch.int64)
+            return [tensor.index_select(0, index) for tensor in self._tensors]
+        if self._random_per_sample:
+            return self._collate(self._read_seeded(chosen))
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate(self._dataset.__getitems__(chosen.indices))
+        return self._collate([self._read(index) for index in chosen.indices])
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            error.add_note(f"while reading sample {index} of {type(self._dataset).__name__}")
+            raise
+
+    def _read_seeded(self, chosen: SampleRange) -> list[Any]:
+        samples = []
+        with _random_states_restored():
+            for index in chosen.indices:
+                _seed_cpu(derive_seed(self._seed, "sample", chosen.epoch, index))
+                samples.append(self._read(index))
+        return samples
+
+
+def _tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of a plain TensorDataset, whose rows can be indexed at once."""
+    if type(dataset) is not TensorDataset:
+        return None
+    for tensor in dataset.tensors:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+    return dataset.tensors
+
+
+@contextmanager
+def _random_states_restored() -> Iterator[None]:
+    """Restore the random states of Python, torch (CPU) and numpy afterwards."""
+    numpy: Any = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def _seed_cpu(seed: int) -> None:
+    """Seed the random states that datasets use; not the accelerators, which the model uses."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed(seed % 2**32)
 
 
 class BatchLoader:
@@ -73,6 +172,7 @@ class BatchLoader:
                 "skips incomplete batches",
                 fix="use a smaller global_batch_size, or drop_tail=False",
             )
+        self._slices = self.portions.slices(self.portions.global_batch_size, world.global_rank)
         self._identity = {"size": self._size, "seed": seed, "shuffle": shuffle}
         if hasattr(dataset, "identity"):  # it knows more about its content than its size
             self._identity["data"] = dataset.identity()
@@ -107,7 +207,7 @@ class BatchLoader:
         micro_batches = self._read(epoch, start)
         for number, begin in enumerate(range(start, self._end, whole), start=start // whole):
             samples = min(whole, self._end - begin)
-            rounds = self.portions.rounds_for(samples)
+            rounds = len(self._slices_of(samples))
             of_step = islice(micro_batches, rounds)
             self._position = (epoch, begin + samples)
             yield Step(
@@ -164,10 +264,16 @@ class BatchLoader:
         whole = self.portions.global_batch_size
         for begin in range(start, self._end, whole):
             step = order[begin : min(begin + whole, self._end)]
-            for part in self.portions.slices(len(step), self._world.global_rank):
+            for part in self._slices_of(len(step)):
                 indices = step[part].tolist()
                 # An idle rank computes any sample, with weight 0.
                 yield SampleRange(epoch, indices or step[:1].tolist(), len(indices))
+
+    def _slices_of(self, samples: int) -> list[slice]:
+        """Return this rank's micro-batches in a step of this size."""
+        if samples == self.portions.global_batch_size:
+            return self._slices
+        return self.portions.slices(samples, self._world.global_rank)
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last yielded step, independent of the number of ranks."""

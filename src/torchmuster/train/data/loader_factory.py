@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmuster.errors import Impossible
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import Loader
-from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.world import World
 
 
@@ -45,4 +44,6 @@ def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
             why="a dataset has len() and [index], or is iterable",
             fix="return a torch Dataset or IterableDataset, a Hugging Face dataset, or a list",
         )
+    from torchmuster.train.data.stream import StreamLoader
+
     return StreamLoader(samples, world, **options)

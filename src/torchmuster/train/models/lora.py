@@ -58,7 +58,7 @@ def add_lora(model: nn.Module, *, r: int, **options: Any) -> Decision[nn.Module]
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise Impossible(
-            f"none of the LoRA targets is in the model: {chosen.reason}",
+            f"none of the LoRA targets is in the model: {chosen.reason.removesuffix(' (requested)')}",
             why=f"the model's layers are {', '.join(layers) or 'of no supported kind'}",
             fix="set target_modules to some of these",
         ) from error

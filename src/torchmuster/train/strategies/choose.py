@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from torchmuster.decision import Decision
-from torchmuster.devices.for_model import TRAINING_STATES_PER_WEIGHT, USABLE_SHARE
-from torchmuster.devices.readers import cpu
 from torchmuster.errors import Impossible
 from torchmuster.train.models.parameters import FOUR_BIT_BYTES
 from torchmuster.train.precision import FP32, Precision
@@ -40,6 +38,8 @@ class ModelSizes:
     @property
     def states_bytes(self) -> int:
         """All parameters, and the gradients and optimizer states of the trained ones."""
+        from torchmuster.devices.for_model import TRAINING_STATES_PER_WEIGHT
+
         return self.parameter_bytes + (TRAINING_STATES_PER_WEIGHT - 1) * self.trained_bytes
 
 
@@ -74,6 +74,8 @@ def memory_of_each_rank(world: World) -> int | None:
 
 def _memory_bytes(world: World) -> int | None:
     if world.device.type == "cpu":
+        from torchmuster.devices.readers import cpu
+
         total = cpu.read_cpu().total_bytes
         return None if total is None else total // world.local_world_size
     try:
@@ -117,6 +119,8 @@ def choose_strategy(
 
 
 def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decision[Name]:
+    from torchmuster.devices.for_model import USABLE_SHARE
+
     states = f"the model's states take {format_bytes(states_bytes)}"
     if memory_bytes is None:
         return Decision(
