@@ -14,7 +14,7 @@ import msgspec
 
 from torchmuster.bench.result import Row
 from torchmuster.errors import MusterError
-from torchmuster.plan.proof import fresh_ranks
+from torchmuster.launch import local_ranks
 
 
 def measure_on_ranks(
@@ -32,7 +32,7 @@ def measure_on_ranks(
     """
     request = {"module": module, "device": device, "settings": settings}
     doing = f"measuring {module.rpartition('.')[2]}"
-    run = fresh_ranks.run_fresh_ranks(
+    run = local_ranks.run_local_ranks(
         "torchmuster.bench.ranks",
         msgspec.json.encode(request).decode(),
         ranks=ranks,
@@ -44,7 +44,7 @@ def measure_on_ranks(
         say=say,
     )
     if run.trouble is not None:
-        why = fresh_ranks.describe_failure(run.trouble)
+        why = local_ranks.describe_failure(run.trouble)
         raise MusterError(f"{doing} failed", why=why, fix=run.trouble.fix)
     return msgspec.json.decode(run.texts[0], type=list[Row])
 
@@ -55,7 +55,7 @@ def main(request_file: str, answers: str) -> None:
     bench = importlib.import_module(request["module"])
     rows = bench.measure(request["device"], **request["settings"])
     if os.environ.get("RANK", "0") == "0":
-        fresh_ranks.leave_answer(answers, 0, msgspec.json.encode(rows).decode())
+        local_ranks.leave_answer(answers, 0, msgspec.json.encode(rows).decode())
 
 
 if __name__ == "__main__":

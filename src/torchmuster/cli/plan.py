@@ -26,7 +26,7 @@ from torchmuster.plan.answer import Answer, as_settings, line_to_paste
 from torchmuster.plan.hardware import described, here
 from torchmuster.plan.report import plan_json, plan_text
 from torchmuster.plan.request import PlanRequest, request_from_settings
-from torchmuster.plan.search import Trace, make_plan
+from torchmuster.plan.search import make_plan
 from torchmuster.plan.tracing.cache import cache_folder
 from torchmuster.plan.tracing.tracer import Tracer
 from torchmuster.runfolder import write_atomically
@@ -105,14 +105,8 @@ def is_here(options: PlanOptions) -> bool:
 
 def refuse_contradictions(options: PlanOptions) -> None:
     """Reject flags that contradict each other, and files that cannot be written."""
-    if options.find_batch_size and not is_here(options):
-        raise Impossible(
-            f"--find-batch-size runs on this machine, but the plan is for {options.hardware}",
-            fix="leave out one of the two",
-        )
-    # --verify runs its steps here on --ranks, also for a plan of other hardware.
-    for name in ("num_gpus", "gpu_ids", *(() if options.verify else ("ranks",))):
-        if getattr(options, name) is not None and not is_here(options):
+    for name in ("find_batch_size", "verify", "num_gpus", "gpu_ids", "ranks"):
+        if getattr(options, name) not in (None, False) and not is_here(options):
             raise Impossible(
                 f"--{name.replace('_', '-')} is for this machine, but the plan is for "
                 f"{options.hardware}",
@@ -235,7 +229,7 @@ def run(options: PlanOptions) -> int:
         _write(options, settings)
         if not options.json:
             _show_plan(answer, line, details=options.details)
-        found = _prove(options, answer, tracer.records)
+        found = _prove(options, answer)
     if options.json:
         document = plan_json(answer, line=line, settings=settings)
         output.print_json({**document, "proof": [one.as_json() for one in found]})
@@ -284,17 +278,14 @@ def _write(options: PlanOptions, settings: Mapping[str, str]) -> None:
     write_atomically(options.write, settings_yaml(resolved))
 
 
-def _prove(options: PlanOptions, answer: Answer, trace: Trace) -> list[Finding]:
+def _prove(options: PlanOptions, answer: Answer) -> list[Finding]:
     """Compare the plan with real steps on this machine, if requested."""
     from torchmuster.plan.proof import trials, verification
 
     findings: list[Finding] = []
     if options.verify:
-        machine = answer.request.hardware
-        if not is_here(options):
-            machine = here.hardware_here(ranks=options.ranks)
         output.say("running real steps on this machine")
-        findings += verification.verify_plan(answer, here=machine, trace=trace, say=output.say)
+        findings += verification.verify_plan(answer, say=output.say)
     if options.find_batch_size:
         request, candidate = answer.request, answer.chosen.value.candidate
         samples = None

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.plan.proof import fresh_ranks
+from torchmuster.launch import local_ranks
 from torchmuster.profile.facts import (
     REQUEST_FILE,
     Change,
@@ -39,7 +39,7 @@ def record_profile(request: ProfileRequest, say: Say = logger.info) -> list[Rank
     into, name = Path(request.into), _name(request)
     text = msgspec.json.encode(request)
     (into / REQUEST_FILE).write_bytes(text)
-    ran = fresh_ranks.run_fresh_ranks(
+    ran = local_ranks.run_local_ranks(
         PROGRAM,
         text.decode(),
         ranks=request.ranks,
@@ -53,7 +53,7 @@ def record_profile(request: ProfileRequest, say: Say = logger.info) -> list[Rank
     if ran.trouble is not None:
         raise MusterError(
             f"{name} failed while it was profiled",
-            why=fresh_ranks.describe_failure(ran.trouble),
+            why=local_ranks.describe_failure(ran.trouble),
             fix=ran.trouble.fix or "check that it runs without the profiler: muster run",
         )
     if len(ran.texts) != request.ranks:

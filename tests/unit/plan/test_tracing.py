@@ -11,7 +11,7 @@ from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.tracing import cache as cache_module
 from torchmuster.plan.tracing import tracer as tracing
 from torchmuster.plan.tracing.cache import TraceCache, contents_of, versions
-from torchmuster.plan.tracing.tracer import Found, Tracer, TraceRefused
+from torchmuster.plan.tracing.tracer import Traced, Tracer, TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 
 # Answers as the probe does, with a peak of as many bytes as blocks were requested; 13 blocks end it,
@@ -57,12 +57,12 @@ def a_request(folder: Path, blocks: int) -> TraceRequest:
     )
 
 
-def traced(folder: Path, *blocks: int, cached: bool = False) -> list[Found]:
+def traced(folder: Path, *blocks: int, cached: bool = False) -> list[Traced]:
     with Tracer(cache=folder / "cache" if cached else None) as tracer:
         return tracer.records([a_request(folder, number) for number in blocks])
 
 
-def peaks(found: list[Found]) -> list[int]:
+def peaks(found: list[Traced]) -> list[int]:
     return [one.peak_bytes for one in found if isinstance(one, TraceRecord)]
 
 

@@ -1,12 +1,14 @@
-"""Predicted against measured: what is a failure, and what is verified of a plan for other hardware."""
+"""Predicted against measured: what is a failure."""
+
+from dataclasses import replace
 
 import pytest
 
-from made_up_plans import WORK, MadeUpModel, fsdp, hardware
-from torchmuster.errors import Impossible
+from made_up_plans import MadeUpModel, hardware, question
 from torchmuster.finding import Status
 from torchmuster.plan.proof import verification
 from torchmuster.plan.proof.real_ranks import RankSteps
+from torchmuster.plan.search import make_plan
 from torchmuster.units import GiB
 
 
@@ -30,20 +32,14 @@ def measured(memory_gib: float, step_s: float) -> list[RankSteps]:
 def test_more_memory_than_planned_is_a_failure(
     memory_gib: float, step_s: float, statuses: list[Status]
 ) -> None:
-    predicted = verification.Predicted(candidate=fsdp(2), tensor_bytes=10 * GiB, step_s=1.0)
-    findings = list(verification.findings_of(predicted, measured(memory_gib, step_s)))
-    assert [finding.status for finding in findings] == statuses
-
-
-def test_a_plan_for_other_hardware_is_verified_with_a_few_layers() -> None:
-    model = MadeUpModel(sample_gib=8)
-    substitute = verification.substitute_model(
-        WORK, fsdp(64), here=hardware(cards=2), trace=model.trace
+    planned = make_plan(question(hardware(cards=2)), MadeUpModel(parameters=10**8).trace)
+    best = planned.chosen.value
+    assert best.time is not None
+    forecast = replace(
+        best,
+        memory=replace(best.memory, tensor_bytes=10 * GiB),
+        time=replace(best.time, step_s=1.0),
     )
-    assert substitute.blocks == 4
-    assert substitute.candidate.layout.shards == 2
-    assert substitute.substitute.startswith("4 of 32 layers, fsdp on 2 ranks of made-up")
-    with pytest.raises(Impossible, match="cannot be verified"):
-        verification.substitute_model(
-            WORK, fsdp(64), here=hardware(cards=2, memory_gib=1), trace=model.trace
-        )
+    ranks = measured(memory_gib, step_s)
+    findings = list(verification.findings_of(forecast, hardware(cards=2), ranks))
+    assert [finding.status for finding in findings] == statuses

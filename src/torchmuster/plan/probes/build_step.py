@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from torchmuster.plan.probes.fake_process_group import forget_values, values_mat
 from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train import losses, optimizers
 from torchmuster.train.data.images import ImageFolder
+from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.models import factory, hugging_face, lora
 from torchmuster.train.models.blocks import recompute_blocks, repeated_blocks
@@ -34,6 +35,9 @@ from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
+
+# Arbitrary values: the plan does not depend on them.
+_LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def depth_of(model: nn.Module) -> Depth:
     alike = (
         bool(blocks)
         and _list_of(model, blocks) is not None
-        and len(set(map(_look_build_step, blocks))) == 1
+        and len(set(map(_shapes_of, blocks))) == 1
     )
     return Depth(blocks=len(blocks), alike=alike)
 
@@ -95,16 +99,12 @@ def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Se
     return None
 
 
-def _look_build_step(block: nn.Module) -> tuple[object, ...]:
+def _shapes_of(block: nn.Module) -> tuple[object, ...]:
     parameters = (
         (name, tuple(one.shape), one.dtype, one.requires_grad)
         for name, one in block.named_parameters()
     )
     return (type(block), *parameters)
-
-
-# Arbitrary values: the plan does not depend on them.
-_LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +125,6 @@ class BuiltStep:
     parameter_count: int  # of the whole model
     trained_count: int
     _sample: Callable[[], Any]  # one sample, to be collated
-    _numbers: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for number, block in enumerate(self.blocks):
-            for module in block.modules():
-                self._numbers[id(module)] = number
-
-    def block_of(self, module: nn.Module) -> int | None:
-        """Return the number of the repeated layer that contains a module; None outside them."""
-        return self._numbers.get(id(module))
 
     def step(self, number: int = 0) -> Step:
         """Return a step with batches of the right shapes, created one by one as by a loader."""
@@ -155,8 +145,6 @@ class BuiltStep:
 
     def batch(self) -> Any:
         """Return one micro-batch, on the device."""
-        from torchmuster.train.data.pytree import move_to_device
-
         samples = [self._sample() for _ in range(self.candidate.micro_batch_size)]
         return move_to_device(default_collate(samples), self.world.device)
 
@@ -187,7 +175,7 @@ def build_step(
 
 def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> BuiltStep:
     with values_matter(world):
-        model, depth, counts = _build_step_model(work, candidate, world, blocks)
+        model, depth, counts = _model(work, candidate, world, blocks)
         sample = _sample_of(work, model)
     recompute = candidate.recompute
     if isinstance(recompute, int):
@@ -221,7 +209,7 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         update=TrainStep(
             prepared, optimizer, strategy, world, precision=precision, clip_norm=work.clip_norm
         ),
-        loss=_build_step_loss(work),
+        loss=_loss(work),
         precision=precision,
         blocks=found,
         depth=depth,
@@ -270,7 +258,7 @@ class _Counts(NamedTuple):
     trained: int
 
 
-def _build_step_model(
+def _model(
     work: Work, candidate: Candidate, world: World, blocks: int | None
 ) -> tuple[nn.Module, Depth, _Counts]:
     """Return a model without memory with ``blocks`` repeated layers, and counts of the whole."""
@@ -341,7 +329,7 @@ def _counts(model: nn.Module) -> _Counts:
     return _Counts(parameters=sum(one.numel() for one in parameters), trained=trained)
 
 
-def _build_step_loss(work: Work) -> losses.Loss:
+def _loss(work: Work) -> losses.Loss:
     name = work.loss or _recipe(work).usual_loss
     return losses.loss_named(name) or factory.find_import(name, "model.loss")
 

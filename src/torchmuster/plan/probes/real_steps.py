@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from torchmuster.launch.garbage_collection import freeze_objects
+from torchmuster.launch.local_ranks import leave_answer
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.step_tracer import StepTracer
-from torchmuster.plan.proof.fresh_ranks import leave_answer
 from torchmuster.plan.proof.real_ranks import FOLLOWED, RankSteps, RealSteps
 from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.train.world import World, join_world
@@ -87,7 +87,7 @@ def real_steps(request: RealSteps, world: World) -> RankSteps:
         limit_bytes = int(torch.accelerator.get_memory_info(device)[1])
     try:
         with peaks_of_tensors(device, limit_bytes) as read_peak:
-            built = build_step(request.work, request.candidate, world, blocks=request.blocks)
+            built = build_step(request.work, request.candidate, world)
             peaks = []
             for number in range(FOLLOWED):
                 read_peak()

@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 
 from torchmuster.errors import MusterError
+from torchmuster.launch import local_ranks
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.proof import fresh_ranks
 
 PROGRAM = "torchmuster.plan.probes.real_steps"
 # The optimizer's states exist after the first step, and ddp rebuilds its buckets in the second.
@@ -25,7 +25,6 @@ class RealSteps:
     candidate: Candidate
     device: Literal["auto", "cpu"]
     timed: int
-    blocks: int | None = None  # number of the model's repeated layers to use; None: all
     limits_bytes: tuple[int, ...] | None = None  # of tensors, for each rank, on the CPU
 
 
@@ -66,7 +65,6 @@ def run_real_steps(
     *,
     device: Literal["cpu", "gpu"] = "cpu",
     steps: int = 5,
-    blocks: int | None = None,
     limits_bytes: tuple[int, ...] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[RankSteps]:
@@ -80,10 +78,9 @@ def run_real_steps(
         candidate=candidate,
         device="cpu" if device == "cpu" else "auto",
         timed=steps,
-        blocks=blocks,
         limits_bytes=limits_bytes,
     )
-    output = fresh_ranks.run_fresh_ranks(
+    output = local_ranks.run_local_ranks(
         PROGRAM,
         msgspec.json.encode(request).decode(),
         ranks=candidate.layout.ranks,
@@ -106,5 +103,5 @@ def run_real_steps(
     why = f"{len(measured)} of {candidate.layout.ranks} ranks reported a result"
     fix = "try again; the plan itself is not affected"
     if trouble is not None:
-        why, fix = fresh_ranks.describe_failure(trouble), trouble.fix
+        why, fix = local_ranks.describe_failure(trouble), trouble.fix
     raise MusterError("the real steps failed", why=why, fix=fix)

@@ -3,7 +3,7 @@
 ::
 
     with Tracer(cache=folder, say=print) as tracer:
-        for found in tracer.records(requests):
+        for traced in tracer.records(requests):
             ...  # a TraceRecord, or TraceRefused with the reason
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -48,7 +48,7 @@ class _Answer:
     refused: TraceRefused | None = None
 
 
-Found: TypeAlias = TraceRecord | TraceRefused
+Traced: TypeAlias = TraceRecord | TraceRefused
 
 
 class Tracer:
@@ -63,7 +63,6 @@ class Tracer:
         self._cache = None if cache is None else TraceCache(cache)
         self._say = say
         self._worker: _Worker | None = None
-        self._traced = 0
 
     def __enter__(self) -> "Tracer":
         return self
@@ -71,29 +70,27 @@ class Tracer:
     def __exit__(self, *error: object) -> None:
         if self._worker is not None:
             self._worker.end()
-        if self._cache is not None and self._traced:
-            with suppress(OSError):  # another plan may be deleting the same files
+            if self._cache is not None:
                 self._cache.forget_oldest()
 
-    def records(self, requests: Sequence[TraceRequest]) -> list[Found]:
+    def records(self, requests: Sequence[TraceRequest]) -> list[Traced]:
         """Return the record of each request, in order."""
-        answers: dict[TraceRequest, Found] = {}
+        traced: dict[TraceRequest, Traced] = {}
         missing = []
         for request in dict.fromkeys(requests):
             record = None if self._cache is None else self._cache.get(request)
             if record is None:
                 missing.append(request)
             else:
-                answers[request] = record
-        for number, request in enumerate(missing):
-            doing = f"tracing {number + 1} of {len(missing)}"
-            answers[request] = answer = self._trace(request, doing)
-            self._traced += 1
+                traced[request] = record
+        for number, request in enumerate(missing, start=1):
+            answer = self._trace(request, f"tracing {number} of {len(missing)}")
+            traced[request] = answer
             if self._cache is not None and isinstance(answer, TraceRecord):
                 self._cache.put(answer)
-        return [answers[request] for request in requests]
+        return [traced[request] for request in requests]
 
-    def _trace(self, request: TraceRequest, doing: str) -> Found:
+    def _trace(self, request: TraceRequest, doing: str) -> Traced:
         version = torch_version()
         if version is not None and torch_too_old(version):
             return TraceRefused(
@@ -106,13 +103,10 @@ class Tracer:
             self._worker.end()
             self._worker = None
         if self._worker is None:
-            try:
-                self._worker = _Worker(folder)
-            except OSError as error:
-                return TraceRefused(
-                    what=f"cannot start a tracing process in {folder!r}", why=str(error)
-                )
-        line = self._worker.ask(request, lambda text: self._say(f"{doing}: {text}"))
+            if not Path(folder).is_dir():
+                return TraceRefused(what=f"cannot trace in {folder!r}", why="there is no such folder")
+            self._worker = _Worker(folder)
+        line = self._worker.answer(request, lambda text: self._say(f"{doing}: {text}"))
         if not line.endswith(b"\n"):
             last_lines = self._worker.end()
             self._worker = None
@@ -123,9 +117,7 @@ class Tracer:
                 "usually the kernel's out-of-memory killer",
             )
         answer = msgspec.json.decode(line, type=_Answer)
-        found = answer.record or answer.refused
-        assert found is not None, "an answer is a record or a refusal"
-        return found
+        return answer.record or answer.refused or TraceRefused(what="there was no answer")
 
 
 class _Worker:
@@ -133,34 +125,31 @@ class _Worker:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in end()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                cwd=folder,
-                bufsize=0,
-            )
-        except OSError:
-            self._errors.close()
-            raise
-
-    def ask(self, request: TraceRequest, say: Callable[[str], None]) -> bytes:
-        """Return the answer's line; without a line's end if the process exited instead."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in end()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=folder,
+            bufsize=0,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+
+    def answer(self, request: TraceRequest, say: Callable[[str], None]) -> bytes:
+        """Return the answer's line; without a line's end if the process exited instead."""
         begun_s = time.monotonic()
         line = b""
         with suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._requests.write(msgspec.json.encode(request) + b"\n")
             while not line.endswith(b"\n"):
-                ready, _, _ = select.select([self._process.stdout], [], [], _SAY_EVERY_S)
+                ready, _, _ = select.select([self._answers], [], [], _SAY_EVERY_S)
                 if not ready:
                     say(f"{time.monotonic() - begun_s:.0f} s; the first trace takes longest")
                     continue
-                part = self._process.stdout.read(2**20)
+                part = self._answers.read(2**20)
                 if not part:
                     break
                 line += part
@@ -168,19 +157,17 @@ class _Worker:
 
     def end(self) -> str:
         """Stop the process; return how it ended, with its last lines, if it ended by itself."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._requests.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDS_WITHIN_S)
         code = self._process.poll()
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        text = self._errors.read().decode(errors="replace")
         self._errors.close()
-        lines = [line for line in lines if not _NOISE.match(line)]
+        lines = [line for line in text.strip().splitlines() if not _NOISE.match(line)]
         ended = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return "\n".join([f"it exited with {ended}", *lines[-_LINES_SHOWN:]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from torchmuster.plan.proof.fresh_ranks import leave_answer
+from torchmuster.launch.local_ranks import leave_answer
 from torchmuster.profile.facts import ProfileRequest
 from torchmuster.profile.probes.recorder import Finished, StepRecorder
 

@@ -37,7 +37,7 @@ class RankOutput:
     trouble: Finding | None
 
 
-class _Quiet(TerminalConsole):
+class _QuietConsole(TerminalConsole):
     """A console that keeps findings and prints nothing."""
 
     findings: tuple[Finding, ...] = ()
@@ -64,7 +64,7 @@ class _Quiet(TerminalConsole):
         """Do nothing."""
 
 
-def run_fresh_ranks(
+def run_local_ranks(
     program: str,
     request: str,
     *,
@@ -84,13 +84,14 @@ def run_fresh_ranks(
     after ``muster``. ``say`` is called every ten seconds with what the ranks are ``doing``.
     ``KeyboardInterrupt`` leaves no rank running.
     """
-    with tempfile.TemporaryDirectory(prefix=f"muster-{typed[0]}-") as place:
-        asked, answers = Path(place) / "request.json", Path(place) / "answers"
+    with tempfile.TemporaryDirectory(prefix=f"muster-{typed[0]}-") as folder_of_ranks:
+        place = Path(folder_of_ranks)
+        request_path, answers = place / "request.json", place / "answers"
         answers.mkdir()
-        write_atomically(asked, request, durable=False)
+        write_atomically(request_path, request, durable=False)
         spec = JobSpec(
             name=name,
-            command=(program, str(asked), str(answers)),
+            command=(program, str(request_path), str(answers)),
             module=True,
             typed=typed,
             folder=folder,
@@ -99,10 +100,10 @@ def run_fresh_ranks(
             environment=environment or {},
             limits=Limits(grace_s=_GRACE_S, end_hangs_s=_HANGS_AFTER_S),
         )
-        folder_of_run = create_run_folder(Path(place), name)
-        console = _Quiet(folder_of_run)
+        folder_of_run = create_run_folder(place, name)
+        console = _QuietConsole(folder_of_run)
         transport = LocalTransport(socket.gethostname())
-        with _heard_of(f"{doing or name} on {ranks} {'rank' if ranks == 1 else 'ranks'}", say):
+        with _with_progress(f"{doing or name} on {ranks} {'rank' if ranks == 1 else 'ranks'}", say):
             code = launch(Run(spec, transport, console, folder_of_run), console)
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
@@ -117,21 +118,21 @@ def run_fresh_ranks(
 
 
 @contextlib.contextmanager
-def _heard_of(doing: str, say: Callable[[str], None]) -> Iterator[None]:
+def _with_progress(doing: str, say: Callable[[str], None]) -> Iterator[None]:
     """Report every ten seconds what is being done, and for how long."""
     begun, ended = time.monotonic(), threading.Event()
 
-    def speak() -> None:
+    def report() -> None:
         while not ended.wait(_SAY_EVERY_S):
             say(f"{doing}: {time.monotonic() - begun:.0f} s so far")
 
-    speaker = threading.Thread(target=speak)
-    speaker.start()
+    reporter = threading.Thread(target=report)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        speaker.join()
+        reporter.join()
 
 
 def describe_failure(trouble: Finding) -> str:
@@ -141,5 +142,5 @@ def describe_failure(trouble: Finding) -> str:
 
 
 def leave_answer(answers: str, rank: int, text: str) -> None:
-    """Write a rank's answer where :func:`run_fresh_ranks` reads it."""
+    """Write a rank's answer where :func:`run_local_ranks` reads it."""
     write_atomically(Path(answers) / f"rank-{rank}.json", text, durable=False)
