@@ -45,17 +45,19 @@ def move_to_device(batch: Any, device: torch.device, *, pin: bool = False) -> An
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield each tensor of a batch, in order."""
-    found: list[torch.Tensor] = []
+    """Yield each tensor of a batch, in order.
 
-    def keep(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif isinstance(one, Mapping):
-            map_tensors(dict(one), keep)
-        elif isinstance(one, tuple):
-            map_tensors(list(one), keep)
-        return one
-
-    map_tensors(batch, keep)
-    return iter(found)
+    A function that refers to itself in a closure would keep the tensors of every batch alive until
+    the garbage collector runs.
+    """
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
