@@ -2,11 +2,9 @@
 
 import importlib.util
 import re
-from collections.abc import Mapping
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from torchmuster.diagnose.check import Surroundings
@@ -15,14 +13,13 @@ from torchmuster.diagnose.check import Surroundings
 _HARDWARE = re.compile(r"(?<![a-z0-9])(cpu|cu\d+|rocm\d+(\.\d+)*|xpu)(?![a-z0-9])")
 
 
-def installed_packages(surroundings: Surroundings) -> Mapping[str, Distribution]:
-    """Return the packages that Python imports, by normalized name (``nvidia-nccl-cu12``)."""
-    packages: dict[str, Distribution] = {}
+def find_package(name: str, surroundings: Surroundings) -> Distribution | None:
+    """Return the package that Python imports; None if it is not installed.
+
+    It is found by its name: reading the metadata of all packages would take a second.
+    """
     folders = [str(folder) for folder in surroundings.package_folders]
-    for package in distributions(path=folders):
-        if package.metadata["Name"]:
-            packages.setdefault(canonicalize_name(package.metadata["Name"]), package)
-    return packages
+    return next(iter(distributions(name=name, path=folders)), None)
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from importlib.metadata import Distribution
 from packaging.requirements import Requirement
 
 from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.diagnose.machine.installed import build_of_label, installed_packages, release
+from torchmuster.diagnose.machine.installed import build_of_label, find_package, release
 from torchmuster.diagnose.machine.torch_build import read_build
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
@@ -23,12 +23,13 @@ _FIRST_FOR_NUMPY_2 = {
     "matplotlib": (3, 8, 4),
     "pyarrow": (16,),
 }
+_NCCL = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _Packages = Mapping[str, Distribution]
 
 
 def check_packages(surroundings: Surroundings) -> Iterator[Finding]:
     """Compare the versions of the installed packages."""
-    packages = installed_packages(surroundings)
+    packages = _read_packages(surroundings)
     pip = f"{surroundings.python} -m pip"
     findings = [
         *_companions(packages, pip),
@@ -41,6 +42,20 @@ def check_packages(surroundings: Surroundings) -> Iterator[Finding]:
     shown = [name for name in ("numpy", *_COMPANIONS) if name in packages]
     seen = ", ".join(f"{name} {packages[name].version}" for name in shown) or "none installed"
     yield from findings or [Finding(name="packages", status=Status.OK, what=seen)]
+
+
+def _read_packages(surroundings: Surroundings) -> dict[str, Distribution]:
+    """Return the installed ones of the packages that matter here, by name."""
+    names = {"numpy", *_COMPANIONS, *_FIRST_FOR_NUMPY_2, *_NCCL}
+    torch = find_package("torch", surroundings)
+    if torch is not None:
+        names |= _pins(torch).keys()
+    packages = {}
+    for name in sorted(names):
+        package = find_package(name, surroundings)
+        if package is not None:
+            packages[name] = package
+    return packages
 
 
 def _pins(package: Distribution) -> dict[str, str]:
@@ -109,7 +124,7 @@ def _cuda_libraries(packages: _Packages, pip: str) -> Iterator[Finding]:
 
 def _nccl(packages: _Packages, cuda: str, pip: str) -> Iterator[Finding]:
     """Yield a finding if NCCL is installed for several versions of CUDA."""
-    wheels = [name for name in packages if name.startswith("nvidia-nccl")]
+    wheels = [name for name in _NCCL if name in packages]
     if len(wheels) > 1:
         own = f"nvidia-nccl-cu{cuda.partition('.')[0]}"
         others = " ".join(name for name in wheels if name != own)

@@ -17,7 +17,6 @@ from torchmuster.diagnose.machine import installed
 from torchmuster.diagnose.rank_record import MARK
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
-from torchmuster.known_errors.explain import explain_text
 from torchmuster.redaction import redact_text
 
 PROBE = "torchmuster.diagnose.probes.torch_at_work"
@@ -172,6 +171,8 @@ def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
         "muster doctor  # its other findings often show the cause\n"
         f"{python} -m pip install --force-reinstall torch"
     )
+    from torchmuster.known_errors.explain import explain_text  # slow, and rarely needed
+
     for known in explain_text(trial.complaint, host="this host")[:1]:
         why += f"; {known.what}: {known.why}"
         fix = known.fix

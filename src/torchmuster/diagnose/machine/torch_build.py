@@ -188,7 +188,7 @@ def _damage(folder: Path, surroundings: Surroundings) -> Iterator[str]:
             f"it was built for another Python or platform ({engines[0]}) than this "
             f"Python {sys.version_info.major}.{sys.version_info.minor}"
         )
-    package = installed.installed_packages(surroundings).get("torch")
+    package = installed.find_package("torch", surroundings)
     if package is not None and Path(str(package.locate_file("torch"))) == folder:
         yield from _missing_files(package)
 
