@@ -51,7 +51,7 @@ def start_heartbeat(rank: int, records: Path) -> None:
             os.register_at_fork(before=writer.pause, after_in_parent=writer.start)
         # At shutdown Python unwinds threads that still run, on which torch's C++ code aborts. Registered before the
         # script's own handlers, so it runs after them.
-        atexit.register(writer.pause)
+        atexit.register(writer.end)
         writer.start()
 
 
@@ -105,6 +105,15 @@ class HeartbeatWriter:
                 wake, ended = running
                 wake.release()
                 ended.acquire(timeout=_STOP_WITHIN_S)
+
+    def end(self) -> None:
+        """Stop for good; a process that takes seconds to exit must not seem to be in the call of its last heartbeat."""
+        self.pause()
+        if os.getpid() == self._pid:
+            last = {"rank": self._rank, "pid": self._pid, "doing": "exiting"}
+            last |= {"beat": self._beat + 1, "moves": self._moves + 1}
+            with contextlib.suppress(OSError):
+                _write(self._path, json.dumps(last))
 
     def _run(self, wake: _thread.LockType, ended: _thread.LockType) -> None:
         try:

@@ -59,6 +59,13 @@ def run(folder: Path, script: str, *flags: str) -> str:
     return done.stdout
 
 
+def test_the_last_heartbeat_of_a_process_shows_no_call_of_its_script(tmp_path: Path) -> None:
+    run(tmp_path, "beat_after(0)\ntime.sleep(0.1)")
+    content = (tmp_path / "rank-3.heartbeat.json").read_bytes()
+    last = msgspec.json.decode(content, type=Heartbeat)
+    assert (last.rank, last.place, last.doing, last.waiting) == (3, "", "exiting", False)
+
+
 def test_a_heartbeat_is_what_the_agent_reads(tmp_path: Path) -> None:
     HeartbeatWriter(5, tmp_path).beat()
     heartbeat = msgspec.json.decode(
