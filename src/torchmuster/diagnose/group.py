@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchmuster.diagnose import collectives, probing, wrong_values
+from torchmuster.diagnose.clocks import clock_findings
 from torchmuster.diagnose.links.judge import gloo_uses, judge_links
 from torchmuster.diagnose.links.model import Link
 from torchmuster.diagnose.links.survey import survey_links
@@ -287,7 +288,7 @@ class GroupCheck:
         without = [node for node in nodes if node.record is not None and not node.record.torch]
         if all(self._names_found(node) & _NO_TORCH for node in without):  # reported with the cause
             differences = [finding for finding in differences if finding.name != "torch-missing"]
-        self._findings += differences
+        self._findings += [*differences, *clock_findings(nodes)]
 
     def _add_host_findings(self) -> None:
         """Add the findings of the hosts' own checks, except those that the links have tested."""

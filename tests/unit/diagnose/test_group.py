@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.diagnose import collectives, group, probing, wrong_values
+from torchmuster.diagnose.clocks import clock_findings
 from torchmuster.diagnose.group import GroupCheck
 from torchmuster.diagnose.links.model import End, Link
 from torchmuster.diagnose.rank_record import RankRecord, line_of
@@ -455,3 +457,15 @@ def test_a_machine_that_has_not_come_in_time_is_a_finding(
     assert failure.what.startswith("node2 ")
     assert failure == snapshot
     assert len(result.ranks) == 2
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "difference"), [(-60.0, "node2 is 1 min behind"), (90.0, "node2 is 1 min ahead")]
+)
+def test_a_clock_that_differs_is_a_note(offset_s: float, difference: str) -> None:
+    first: Any = SimpleNamespace(name="node1", clock_offset_s=0.1)
+    second: Any = SimpleNamespace(name="node2", clock_offset_s=offset_s)
+    (note,) = clock_findings([first, second])
+    assert (note.name, note.status) == ("clocks", Status.NOTE)
+    assert difference in note.what
+    assert clock_findings([first, first]) == []
