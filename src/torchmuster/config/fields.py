@@ -40,28 +40,31 @@ def sections() -> Mapping[str, type]:
 
 def is_list(path: str) -> bool:
     """Return whether a setting takes a list."""
-    return any(isinstance(one, inspect.VarTupleType) for one in _alternatives(leaves()[path].type))
+    return any(
+        isinstance(alternative, inspect.VarTupleType)
+        for alternative in _alternatives(leaves()[path].type)
+    )
 
 
 def shortest_list(path: str) -> int:
     """Return the number of items that a list setting needs at least."""
     kinds = _alternatives(leaves()[path].type)
-    return max(one.min_length or 1 for one in kinds if isinstance(one, inspect.VarTupleType))
+    return max(kind.min_length or 1 for kind in kinds if isinstance(kind, inspect.VarTupleType))
 
 
 def is_text(path: str) -> bool:
     """Return whether a setting takes only a string, or also a list of strings."""
     kinds = _alternatives(leaves()[path].type)
     allowed = (inspect.StrType, inspect.VarTupleType, inspect.NoneType)
-    has_text = any(isinstance(one, inspect.StrType) for one in kinds)
-    return has_text and all(isinstance(one, allowed) for one in kinds)
+    has_text = any(isinstance(kind, inspect.StrType) for kind in kinds)
+    return has_text and all(isinstance(kind, allowed) for kind in kinds)
 
 
 def choices(path: str) -> list[str]:
     """Return the choices of a setting; none if it takes other values."""
     kinds = _alternatives(leaves()[path].type)
-    literals = [one for one in kinds if isinstance(one, inspect.LiteralType)]
-    return [str(value) for one in literals for value in one.values]
+    literals = [kind for kind in kinds if isinstance(kind, inspect.LiteralType)]
+    return [str(value) for literal in literals for value in literal.values]
 
 
 def describe_field(path: str) -> str:
@@ -122,7 +125,9 @@ def _alternatives(hint: Any) -> list[inspect.Type]:
 
 def _describe(hint: Any) -> str:
     return " or ".join(
-        _word(one) for one in _alternatives(hint) if not isinstance(one, inspect.NoneType)
+        _word(alternative)
+        for alternative in _alternatives(hint)
+        if not isinstance(alternative, inspect.NoneType)
     )
 
 

@@ -144,7 +144,9 @@ def _libraries(resolved: Resolved) -> Iterator[Mistake]:
     """Yield the first setting, if any, whose libraries are not installed."""
     values = resolved.values()
     for path, (extra, libraries) in _SETTING_LIBRARIES.items():
-        missing = [one for one in libraries if not _is_installed(one)] if values[path] else []
+        missing = (
+            [library for library in libraries if not _is_installed(library)] if values[path] else []
+        )
         if missing:
             yield Mistake(
                 where=resolved.sources[path].where,

@@ -167,7 +167,9 @@ def choose_optimizer(
         raise wrong("optimizer", optimizer, "an optimizer, its class, or a function of parameters")
 
     def make(prepared: nn.Module) -> torch.optim.Optimizer:
-        parameters: Any = [one for one in prepared.parameters() if one.requires_grad]
+        parameters: Any = [
+            parameter for parameter in prepared.parameters() if parameter.requires_grad
+        ]
         if groups is not None:
             parameters = groups(prepared)
         made = optimizer(parameters)

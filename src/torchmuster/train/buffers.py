@@ -18,7 +18,10 @@ def untrained(model: nn.Module) -> list[torch.Tensor]:
     """
     if peft_config(model) is not None:
         return list(model.buffers())
-    return [*model.buffers(), *(one for one in model.parameters() if not one.requires_grad)]
+    return [
+        *model.buffers(),
+        *(parameter for parameter in model.parameters() if not parameter.requires_grad),
+    ]
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
@@ -43,7 +46,7 @@ def share(buffers: Iterable[torch.Tensor], world: World) -> None:
             filled,
             values,
             as_bytes,
-            torch.split(together, [len(one) for one in as_bytes]),
+            torch.split(together, [len(tensor) for tensor in as_bytes]),
             strict=True,
         ):
             own.copy_(heard)

@@ -33,7 +33,7 @@ def parameter_groups(
     the scales of norms) and all parameters of norm layers. ``muon`` moves the hidden matrices into
     a group of their own, with ``use_muon``. The groups do not depend on the strategy.
     """
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = _hidden_matrices(model) if muon else set()
     plain = _norms_and_biases(model) - hidden
     rest = [one for one in trained if one not in hidden and one not in plain]
@@ -53,7 +53,7 @@ def parameter_groups(
 
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
-    found = {one for one in model.parameters() if one.ndim < 2}
+    found = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     for module in model.modules():
         # Models have their own classes: LlamaRMSNorm, T5LayerNorm.
         if type(module).__name__.lower().endswith("norm"):
@@ -69,12 +69,12 @@ def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     blocks = repeated_blocks(model)
     within: Iterable[nn.Parameter] = chain.from_iterable(block.parameters() for block in blocks)
     if not blocks:
-        within = [one for one in model.parameters() if one.ndim == 2][1:-1]
+        within = [parameter for parameter in model.parameters() if parameter.ndim == 2][1:-1]
     embedded = {
-        one
+        parameter
         for module in model.modules()
         if isinstance(module, nn.Embedding)
-        for one in module.parameters()
+        for parameter in module.parameters()
     }
     plain = _norms_and_biases(model)
     return {one for one in within if one.ndim == 2 and one not in embedded and one not in plain}
@@ -119,7 +119,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Give both parts this optimizer's groups and state."""
         for part in self._parts:
             is_muon = isinstance(part, torch.optim.Muon)
-            part.param_groups = [one for one in self.param_groups if one["use_muon"] is is_muon]
+            part.param_groups = [
+                group for group in self.param_groups if group["use_muon"] is is_muon
+            ]
             part.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def memory_table(
     """
     present = list(model.parameters()) if model is not None else []
     parameters = present if shards is None else shards
-    known = {id(one) for one in parameters}
+    known = {id(parameter) for parameter in parameters}
     copies = [one for one in present if id(one) not in known]
     states = [
         value
@@ -129,7 +129,7 @@ def memory_table(
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [one.grad for one in parameters if one.grad is not None]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -242,7 +242,7 @@ def oom_report(
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(one, FSDPModule) for one in model.modules())
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def out_of_memory_error(

@@ -396,7 +396,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], by: torch.Tensor | float
     with torch.no_grad():  # else autograd records to_local()
         gradients = [
             grad.to_local() if isinstance(grad, DTensor) else grad
-            for grad in (one.grad for one in parameters)
+            for grad in (parameter.grad for parameter in parameters)
             if grad is not None
         ]
         if isinstance(by, torch.Tensor) and gradients:

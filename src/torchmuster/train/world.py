@@ -104,7 +104,7 @@ class Totals:
     """A pending sum of numbers over all ranks, in double precision where the device has it."""
 
     def __init__(self, numbers: Sequence[float], world: World) -> None:
-        self._numbers = [float(one) for one in numbers]
+        self._numbers = [float(number) for number in numbers]
         self._asked: dist.Work | None = None
         if world.world_size > 1:
             self._sums = torch.tensor(
@@ -142,7 +142,7 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
         return [json.loads(text)] * world.world_size
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     own = own.to(world.device)
-    return [json.loads(bytes(one.tolist())) for one in gather_rows(own, world)]
+    return [json.loads(bytes(row.tolist())) for row in gather_rows(own, world)]
 
 
 def gather_rows(own: torch.Tensor, world: World) -> list[torch.Tensor]:

@@ -147,8 +147,12 @@ def _open_split(settings: Settings, split: str) -> Records:
     )
 
 
-def samples_of(settings: Settings, text: TextFormat | None, world: World) -> Any:
+def samples_of(
+    settings: Settings, text: TextFormat | None, recipe: ModelRecipe | None, world: World
+) -> Any:
     """Return the dataset."""
+    if settings.data.images is not None and recipe is not None:
+        return images_of(settings.data.images, recipe, world)
     with rank_zero_first(world, per="node"):  # downloads and caches happen once on each host
         if settings.data.dataset is not None:
             return factory.call_import(settings.data.dataset, "data.dataset")
@@ -217,27 +221,34 @@ def describe_mixed_gpus(gpus: Sequence[tuple[str, int]]) -> str:
 def evaluation_of(
     settings: Settings,
     text: TextFormat | None,
+    recipe: ModelRecipe,
     batches: LoaderSpec,
     loss: Loss,
     world: World,
-    *,
-    images: ImageFolder | None = None,
 ) -> Evaluation | None:
     """Return what to evaluate, and when; None if the settings have no evaluation."""
     data = settings.data
     if data.evaluation is None:
         return None
-    with rank_zero_first(world, per="node"):
-        if images is not None:
-            samples: Any = images
-        elif data.dataset is not None:
-            samples = factory.call_import(str(data.evaluation), "data.evaluation")
-        else:
-            assert text is not None
-            records = open_evaluation(settings)
-            assert records is not None
-            samples = text_samples(records, text)
+    if data.images is not None:
+        samples: Any = images_of(str(data.evaluation), recipe, world)
+    else:
+        with rank_zero_first(world, per="node"):
+            if data.dataset is not None:
+                samples = factory.call_import(str(data.evaluation), "data.evaluation")
+            else:
+                assert text is not None
+                records = open_evaluation(settings)
+                assert records is not None
+                samples = text_samples(records, text)
     loader = loader_for(samples, world, batches.in_order())
     # By default: after each epoch, or once at the end if the run is limited by steps.
     every = settings.train.evaluate_every or settings.train.steps
-    return Evaluation(loader=loader, measure=measured_loss(loss), every=every)
+    patience = settings.train.early_stopping_patience
+    return Evaluation(
+        loader=loader,
+        measure=measured_loss(loss),
+        every=every,
+        best_metric="loss" if settings.checkpoint.keep_best or patience else None,
+        patience=patience,
+    )

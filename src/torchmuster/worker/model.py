@@ -136,7 +136,7 @@ def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -
     run folder.
     """
     files = recipe.files
-    frozen = any(not one.requires_grad for one in model.parameters())
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
     if files is None or not files.weights or not frozen:
         return None
 

@@ -28,7 +28,7 @@ def peak_flops(device: torch.device, model: nn.Module, compute: torch.dtype) -> 
     """Return the device's peak rate in the dtype of computation; None if unknown."""
     if device.type != "cuda":
         return None
-    weights = {one.dtype for one in model.parameters()} - {torch.float32}
+    weights = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
     if compute is torch.float32 and weights:
         return None  # the weights decide, and may have several dtypes
     known = catalogue.find_gpu(torch.cuda.get_device_name(device))

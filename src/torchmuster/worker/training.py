@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.progress import progress
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
-from torchmuster.train.trainer import Evaluation, Trainer
+from torchmuster.train.trainer import Trainer
 from torchmuster.train.weights import WeightsNotWritten, compare_hashes, save_weights
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import parse_seconds, plural
@@ -40,7 +40,6 @@ from torchmuster.worker.data import (
     batches_of,
     describe_mixed_gpus,
     evaluation_of,
-    images_of,
     samples_of,
     text_of,
 )
@@ -58,35 +57,45 @@ from torchmuster.worker.reporting import (
 _NAMES_WITHIN_S = 300.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A trainer, and what else writing its weights needs."""
+
+    trainer: Trainer
+    recipe: ModelRecipe
+    text: TextFormat | None  # None: the data is not text
+    stop: StopRequest | None  # None: nothing is saved, so there is nothing to stop for
+
+
 def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     """Build everything that the settings describe, train, and write the weights to the folder.
 
     A run with checkpoints is resumed. A stop request takes effect once everything is built:
     before that there is nothing to save.
     """
-    stop = StopRequest(world) if saves_checkpoints(settings.checkpoint) else None
-    with oom_report(world):
-        recipe = recipe_of(settings, world)
-        text = text_of(settings, world, recipe)
-        trainer = _trainer(settings, recipe, text, world, folder, stop)
+    training = build_trainer(settings, world, folder)
+    trainer, text = training.trainer, training.text
     run = RunFolder(folder)
     if text is not None and world.is_first and not run.data.is_file():
         write_data_report(run, text, settings)  # muster train has written it on the first host
     tokenizer = None if text is None else text.tokenizer
-    write_model_files(run.model, recipe, tokenizer, trainer.model, world)
+    write_model_files(run.model, training.recipe, tokenizer, trainer.model, world)
     place = run.checkpoints / "final"
     with start_sinks(settings, world, folder):
-        with stop or nullcontext():
-            if stop is not None:
+        with training.stop or nullcontext():
+            if training.stop is not None:
                 trainer.resume()
-            begun_at = trainer.step
-            last = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
-        _save(trainer, recipe, place, beside=run.model)
-    if trainer.step == begun_at:
-        rank_zero_log(world, f"already finished: nothing left to train after step {begun_at}")
-    ended = f", loss {last.loss:.4g}" if last is not None and last.loss is not None else ""
-    early = " (stopped early)" if trainer.stopped_early else ""
-    rank_zero_log(world, f"trained {trainer.step} steps{early}{ended}; the weights are in {place}")
+            first_step = trainer.step
+            record = trainer.fit(epochs=_epochs(settings), steps=settings.train.steps)
+        _save(trainer, training.recipe, place, beside=run.model)
+    if trainer.step == first_step:
+        rank_zero_log(world, f"already finished: nothing left to train after step {first_step}")
+    result = f"trained {trainer.step} steps"
+    if trainer.stopped_early:
+        result += " (stopped early)"
+    if record is not None and record.loss is not None:
+        result += f", loss {record.loss:.4g}"
+    rank_zero_log(world, f"{result}; the weights are in {place}")
     if settings.checkpoint.keep_best and trainer.best is not None:
         rank_zero_log(
             world,
@@ -95,78 +104,65 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
         )
 
 
-def _trainer(
-    settings: Settings,
-    recipe: ModelRecipe,
-    text: TextFormat | None,
-    world: World,
-    folder: Path,
-    stop: StopRequest | None,
-) -> Trainer:
-    wanted = settings.train
-    seed_everything(wanted.seed, world)
-    saving = None if stop is None else _saving(settings, folder, stop)
-    batches = batches_of(
-        settings, world, kept=None if saving is None else _kept_batch_size(saving, world)
-    )
-    if batches.reason:
-        rank_zero_log(world, batches.reason)
-    if world.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(world.device)
-        gpus = all_gather_object([gpu.name, gpu.total_memory], world)
-        mixed = describe_mixed_gpus([(name, memory_bytes) for name, memory_bytes in gpus])
-        if mixed:
-            rank_zero_log(world, mixed)
-    images = settings.data.images
-    samples = images_of(images, recipe, world) if images else samples_of(settings, text, world)
-    loader = loader_for(samples, world, batches.value)
-    number_type = precision.choose_precision(wanted.precision, precision.precision_support(world))
-    model, strategy = model_of(
-        settings,
-        recipe,
-        text,
-        number_type.value,
-        world,
-    )
-    if saving is not None:
-        saving = replace(saving, base=base_of(recipe, model, world, folder))
-    loss = _training_loss(settings, recipe, text)
-    held_out = settings.data.evaluation if images else None
-    reports = reports_for(settings, world, folder)
-    precision_of_run = with_weights_of(model, number_type)
-    return Trainer(
-        world=world,
-        model=model,
-        loss=loss,
-        optimizer=_optimizer(wanted),
-        parameter_groups=lambda model: optimizers.parameter_groups(
-            model,
-            learning_rate=wanted.learning_rate,
-            weight_decay=wanted.weight_decay,
-            muon=wanted.optimizer == "muon",
-        ),
-        data=loader,
-        strategy=strategy,
-        precision=precision_of_run,
-        clip_norm=wanted.clip_norm,
-        schedule=_schedule(settings, loader),
-        evaluation=_with_best_metric(
-            settings,
-            evaluation_of(
-                settings,
-                text,
-                batches.value,
-                loss,
-                world,
-                images=images_of(str(held_out), recipe, world) if held_out else None,
+def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
+    """Build the trainer that the settings describe; all ranks call it. Nothing is trained yet."""
+    with oom_report(world):
+        recipe = recipe_of(settings, world)
+        text = text_of(settings, world, recipe)
+        seed_everything(settings.train.seed, world)
+        stop, saving = None, None
+        if saves_checkpoints(settings.checkpoint):
+            stop = StopRequest(world)
+            saving = _saving(settings, folder, stop)
+        batches = batches_of(
+            settings, world, kept=None if saving is None else _kept_batch_size(saving, world)
+        )
+        for line in (batches.reason, _mixed_gpus(world)):
+            if line:
+                rank_zero_log(world, line)
+        samples = samples_of(settings, text, recipe, world)
+        loader = loader_for(samples, world, batches.value)
+        computed = precision.choose_precision(
+            settings.train.precision, precision.precision_support(world)
+        )
+        model, strategy = model_of(settings, recipe, text, computed.value, world)
+        if saving is not None:
+            saving = replace(saving, base=base_of(recipe, model, world, folder))
+        loss = _training_loss(settings, recipe, text)
+        computed = with_weights_of(model, computed)
+        trainer = Trainer(
+            world=world,
+            model=model,
+            loss=loss,
+            optimizer=_optimizer(settings.train),
+            parameter_groups=lambda model: optimizers.parameter_groups(
+                model,
+                learning_rate=settings.train.learning_rate,
+                weight_decay=settings.train.weight_decay,
+                muon=settings.train.optimizer == "muon",
             ),
-        ),
-        checkpoints=saving,
-        reports=reports,
-        seed=wanted.seed,
-        flops_of_batch=None if text is None else flops_of_batch(model),
-        peak_flop_s=peak_flops(world.device, model, precision_of_run.value.compute),
-    )
+            data=loader,
+            strategy=strategy,
+            precision=computed,
+            clip_norm=settings.train.clip_norm,
+            schedule=_schedule(settings, loader),
+            evaluation=evaluation_of(settings, text, recipe, batches.value, loss, world),
+            checkpoints=saving,
+            reports=reports_for(settings, world, folder),
+            seed=settings.train.seed,
+            flops_of_batch=None if text is None else flops_of_batch(model),
+            peak_flop_s=peak_flops(world.device, model, computed.value.compute),
+        )
+    return Training(trainer=trainer, recipe=recipe, text=text, stop=stop)
+
+
+def _mixed_gpus(world: World) -> str:
+    """Return a note on the smallest GPU if the ranks' GPUs differ, else ""; all ranks call it."""
+    if world.device.type != "cuda":
+        return ""
+    gpu = torch.cuda.get_device_properties(world.device)
+    gpus = all_gather_object([gpu.name, gpu.total_memory], world)
+    return describe_mixed_gpus([(name, memory_bytes) for name, memory_bytes in gpus])
 
 
 def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSettings:
@@ -192,7 +188,8 @@ def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     if world.is_first:
         try:
             kept = next(
-                (one.global_batch_size for one in committed_manifests(saving.store())), None
+                (manifest.global_batch_size for manifest in committed_manifests(saving.store())),
+                None,
             )
         except (MusterError, OSError) as error:
             problem = str(error)
@@ -243,13 +240,6 @@ def _optimizer(wanted: Train) -> optimizers.MakeOptimizer:
         return optimizer
 
     return made
-
-
-def _with_best_metric(settings: Settings, evaluation: Evaluation | None) -> Evaluation | None:
-    train, checkpoint = settings.train, settings.checkpoint
-    if evaluation is None or not (checkpoint.keep_best or train.early_stopping_patience):
-        return evaluation
-    return replace(evaluation, best_metric="loss", patience=train.early_stopping_patience)
 
 
 def _schedule(

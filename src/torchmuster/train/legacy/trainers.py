@@ -319,7 +319,7 @@ class ProductionTrainer:
             config.criterion.to(world.device)  # class weights
         self._loader = DataLoaderAdapter(train_loader, world, accumulation=config.accumulation)
         self._val_loader = val_loader
-        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = (config.optimizer or _adamw(config))(parameters)
         steps = self._loader.steps_in_epoch()
         self.scheduler = schedule(

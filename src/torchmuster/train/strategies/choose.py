@@ -50,12 +50,12 @@ def sizes_of(model: nn.Module, *, in_4_bits: Collection[int] = ()) -> ModelSizes
     """
     sizes = [
         (
-            round(FOUR_BIT_BYTES * one.numel())
-            if id(one) in in_4_bits
-            else one.numel() * one.element_size(),
-            one.requires_grad,
+            round(FOUR_BIT_BYTES * parameter.numel())
+            if id(parameter) in in_4_bits
+            else parameter.numel() * parameter.element_size(),
+            parameter.requires_grad,
         )
-        for one in model.parameters()
+        for parameter in model.parameters()
     ]
     return ModelSizes(
         parameter_bytes=sum(size for size, _ in sizes),

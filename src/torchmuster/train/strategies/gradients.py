@@ -34,7 +34,7 @@ class GradientNorm(NamedTuple):
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """Return the gradients that exist."""
-    return [one.grad for one in parameters if one.grad is not None]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def measure_gradients(
@@ -68,11 +68,13 @@ def measure_gradient_shards(
     have a gradient of a parameter, the step must not be applied either, so it counts as not finite;
     ``error`` names the parameters without one on this rank.
     """
-    which = bytes([one.grad is not None for one in parameters])
+    which = bytes([parameter.grad is not None for parameter in parameters])
     marks = _marks(which, device).clone()
 
     def uneven_error() -> MusterError:  # called a step later, when the gradients are cleared
-        return error([one for one, has in zip(parameters, which, strict=True) if not has])
+        return error(
+            [parameter for parameter, has in zip(parameters, which, strict=True) if not has]
+        )
 
     if not norm:
         pieces = [

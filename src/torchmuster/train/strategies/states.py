@@ -127,7 +127,7 @@ def _regrouped(
         members = [names[id(one)] for one in group["params"]]
         found = [one for one in saved if not set(members).isdisjoint(one["params"])]
         options = [{key: one[key] for key in one if key != "params"} for one in found]
-        if not options or any(one != options[0] for one in options):
+        if not options or any(option != options[0] for option in options):
             raise Impossible(
                 "the checkpoint has other parameter groups than this run's optimizer",
                 why=f"a group of {len(members)} parameters has {len(options)} groups in the checkpoint, "

@@ -23,7 +23,9 @@ _WAIT_FOR_OTHERS = timedelta(seconds=8)
 def refuse_unused_parameters(model: nn.Module, world: World) -> None:
     """Raise with the names of parameters that have no gradient, and the ranks without them."""
     names = [
-        name for name, one in model.named_parameters() if one.requires_grad and one.grad is None
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
     ]
     if names:
         raise _unused(names, _ranks_that_say_so(names, world), world)
