@@ -2,8 +2,10 @@
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -345,3 +347,27 @@ def test_a_model_with_nothing_to_train_is_refused(snapshot: SnapshotAssertion) -
     with pytest.raises(Impossible) as refusal:
         make(model=lambda: nn.Linear(3, 1).requires_grad_(False))
     assert refusal.value == snapshot
+
+
+@pytest.mark.usefixtures("lines_by_steps_alone")
+def test_a_plain_step_passes_at_most_six_files() -> None:
+    package = Path(reports.__file__).parent.parent
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(package):
+            files.add(str(file.relative_to(package)))
+
+    trainer = make(data=BatchLoader([torch.ones(3)] * 80, WORLD, global_batch_size=8))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        sys.setprofile(note if trainer.step == 5 else None)  # from this forward to the next one
+        return squares(model, batch)
+
+    trainer.loss = loss
+    try:
+        trainer.fit(steps=8)
+    finally:
+        sys.setprofile(None)
+    assert 3 <= len(files) <= 6, files
