@@ -183,9 +183,8 @@ def _counted(name: str, value: Value, micro: MicroBatch) -> tuple[Any, Any]:
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 or len(value) < micro.samples:
             raise MusterError(
-                f"the measure {name!r} returned a tensor of shape {tuple(value.shape)} for a batch "
-                "of "
-                f"{micro.samples} samples",
+                f"the measure {name!r} returned a tensor of shape {tuple(value.shape)} for a "
+                f"batch of {micro.samples} samples",
                 fix="return (sum, count), or one value for each sample",
             )
         own = most_exact(value[: micro.samples])

@@ -29,8 +29,7 @@ def refuse_half_weights(parameters: Iterable[nn.Parameter]) -> None:
                 f"{str(one.dtype).removeprefix('torch.')}",
                 why="the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits",
                 fix="keep the weights in fp32 (model.torch_dtype: float32), or use precision bf16 "
-                "or "
-                "fp32",
+                "or fp32",
             )
 
 

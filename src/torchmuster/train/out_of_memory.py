@@ -295,9 +295,8 @@ def _fixes(
     reserved, used = table.reserved_bytes or 0, table.used_bytes or 0
     if used and reserved > 1.3 * used and not _has_expandable_segments():
         yield (
-            f"{format_bytes(reserved - used)} are reserved but too "
-            "fragmented "
-            "to use: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+            f"{format_bytes(reserved - used)} are reserved but too fragmented to use: set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
 
 
@@ -317,8 +316,7 @@ def _less_states(table: MemoryTable, world: World, sharded: bool) -> Iterator[st
         share = format_bytes(table.states_bytes // world.world_size)
         yield (
             f"use fsdp: of the {size} of model states, each of {world.world_size} ranks keeps "
-            f"{share} "
-            "(distributed.strategy: fsdp)"
+            f"{share} (distributed.strategy: fsdp)"
         )
     else:
         yield (

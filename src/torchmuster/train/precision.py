@@ -125,8 +125,7 @@ def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
             return Decision(
                 value=FP32,
                 reason=f"fp32: {_precision_name(rank, of_ranks)} supports neither bf16 nor fast "
-                "fp16; "
-                "all ranks use one dtype",
+                "fp16; all ranks use one dtype",
             )
     return Decision(
         value=FP16,

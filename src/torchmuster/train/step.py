@@ -206,8 +206,7 @@ class TrainStep:
             raise MusterError(
                 "backward() was called, but no micro-batch expects a loss",
                 why="each micro-batch has one backward pass, inside accumulate(); add up several "
-                "losses "
-                "first",
+                "losses first",
                 fix=_LOOP,
             )
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
@@ -430,8 +429,7 @@ def _wrong_number(step: Step, done: int) -> MusterError:
         f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
         f"but this rank computed {done}",
         why="ranks synchronize gradients in the backward pass of the last micro-batch, so each "
-        "rank must "
-        "compute all of them",
+        "rank must compute all of them",
         fix="compute every micro-batch that accumulate() yields; a custom loader must yield "
         "step.rounds of them",
     )

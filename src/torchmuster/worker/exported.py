@@ -190,8 +190,7 @@ def _check_model(folder: Path) -> None:
             "the export is invalid: transformers cannot load it",
             why=f"{type(error).__name__}: {_first_line(error)}",
             fix="check that model/ in the run folder is unchanged, and that transformers has the "
-            "version "
-            "that the run used",
+            "version that the run used",
         ) from error
     _refuse(
         {

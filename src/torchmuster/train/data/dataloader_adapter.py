@@ -96,8 +96,8 @@ class DataLoaderAdapter:
         if sampler and world.world_size > 1 and world.is_first:
             warnings.warn(
                 f"every rank reads the same samples: the DataLoader's {sampler} does not split by "
-                "rank; "
-                "use a DistributedSampler or BatchLoader, unless each rank has its own dataset",
+                "rank; use a DistributedSampler or BatchLoader, unless each rank has its own "
+                "dataset",
                 stacklevel=2,
             )
 

@@ -71,9 +71,8 @@ def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
         raise Impossible(
             "hybrid_shard was requested, which shards within each host",
             why=f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}",
-            fix="give each host the same number of ranks, set a shard size that divides their sum, "
-            "or use "
-            "full_shard",
+            fix="give each host the same number of ranks, set a shard size that divides their "
+            "sum, or use full_shard",
         )
     return sizes[0]
 

@@ -69,11 +69,9 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
     return MusterError(
         f"{_unused_parameters_count(differing)} got a gradient on some ranks only: {_unused_parameters_shown(differing)}",
         why="fsdp sums the existing gradients over the ranks in order, so it would sum gradients "
-        "of "
-        "different parameters",
+        "of different parameters",
         fix="use them on every rank in every step, multiplied by 0 where they are not needed; or "
-        "use ddp with "
-        "find_unused_parameters=True, if a copy fits on each rank",
+        "use ddp with find_unused_parameters=True, if a copy fits on each rank",
     )
 
 
@@ -111,7 +109,6 @@ def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterE
     return MusterError(
         f"{_unused_parameters_count(names)} got no gradient in the first step{where}: {_unused_parameters_shown(names)}",
         why="ddp averages the gradient of every trainable parameter, and ranks would wait forever "
-        "for one "
-        "that never arrives",
+        "for one that never arrives",
         fix=fix,
     )
