@@ -18,7 +18,6 @@ from torchmuster.errors import Impossible
 from torchmuster.redaction import harmless
 from torchmuster.runfolder import write_atomically
 
-_PIECE_BYTES = 4 * 2**20
 _SHOWN_DIGITS = 12
 
 
@@ -48,19 +47,19 @@ def hash_weights(
     unchanged file is read only once. ``before`` is called with the number of bytes to read.
     """
     known = _read_cache(cache)
-    states = {one: _state_of(one) for one in weights}
-    new = [one for one in weights if known.get(str(one), {}).get("state") != states[one]]
-    if new:
-        before(sum(one.stat().st_size for one in new))
-        with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
-            for one, digest in zip(new, pool.map(_sha256, new), strict=True):
-                known[str(one)] = {"state": states[one], "sha256": digest}
+    states = {path: _state_of(path) for path in weights}
+    changed = [path for path in weights if known.get(str(path), {}).get("state") != states[path]]
+    if changed:
+        before(sum(path.stat().st_size for path in changed))
+        with ThreadPoolExecutor(min(len(changed), os.cpu_count() or 1)) as pool:
+            for path, digest in zip(changed, pool.map(_sha256, changed), strict=True):
+                known[str(path)] = {"state": states[path], "sha256": digest}
         if cache is not None:
-            kept = {str(one): known[str(one)] for one in weights}
+            current = {str(path): known[str(path)] for path in weights}
             cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cache, json.dumps(kept, indent=1) + "\n")
-    together = [f"{one.name} {known[str(one)]['sha256']}\n" for one in sorted(weights)]
-    return hashlib.sha256("".join(together).encode()).hexdigest()
+            write_atomically(cache, json.dumps(current, indent=1) + "\n")
+    lines = [f"{path.name} {known[str(path)]['sha256']}\n" for path in sorted(weights)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def refuse_other_base(checkpoint: str, saved: Any, here: Any) -> None:
@@ -91,24 +90,21 @@ def _text(base: Mapping[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _state_of(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _read_cache(cache: Path | None) -> dict[str, Any]:
-    content = untrusted.read_json_object(cache) if cache is not None else {}
-    return content if _is_cache(content) else {}
-
-
-def _is_cache(content: Any) -> bool:
-    return isinstance(content, dict) and all(
-        isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in content.values()
-    )
+    """Return the hashes of earlier calls by path; {} if there are none that can be read."""
+    if cache is None:
+        return {}
+    entries = untrusted.read_json_object(cache)
+    for entry in entries.values():
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+            return {}
+    return entries

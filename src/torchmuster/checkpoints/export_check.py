@@ -68,12 +68,12 @@ def run_check(request: ExportCheck, *, limit_s: float | None = None) -> CheckRes
 
     A process that takes longer than ``limit_s`` seconds is killed: then nothing was compared.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", PROGRAM],
             input=msgspec.json.encode(request).decode(),
-            env={**kept, **_SURROUNDINGS},
+            env={**environment, **_SURROUNDINGS},
             capture_output=True,
             text=True,
             check=False,

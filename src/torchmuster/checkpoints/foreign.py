@@ -55,12 +55,12 @@ def condition_of(path: str, library: str) -> Condition:
     """Return the condition of a checkpoint that ``library`` wrote, such as transformers, deepspeed or DCP."""
     if "://" in path:
         return Condition(state=Completeness.UNKNOWN, why="it is in object storage")
-    place = Path(path)
+    location = Path(path)
     try:
-        if place.is_dir():
-            problem = _folder_problem(place, library)
-        elif place.is_file():
-            problem = file_problem(place)
+        if location.is_dir():
+            problem = _folder_problem(location, library)
+        elif location.is_file():
+            problem = file_problem(location)
         else:
             why = "it was deleted, or this host cannot access it"
             return Condition(state=Completeness.MISSING, why=why)

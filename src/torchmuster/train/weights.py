@@ -106,12 +106,12 @@ def compare_hashes(folder: Path, hashes: Mapping[str, str]) -> int:
 
     Return their number.
     """
-    found = {}
+    written = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            found.update({name: tensor_hash(opened.get_tensor(name)) for name in opened.keys()})  # noqa: SIM118
-    names = found.keys() | hashes.keys()
-    wrong = [name for name in names if found.get(name) != hashes.get(name)]
+            written |= {name: tensor_hash(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+    names = written.keys() | hashes.keys()
+    wrong = [name for name in names if written.get(name) != hashes.get(name)]
     if wrong:
         raise MusterError(
             f"the written weights are wrong: {plural(len(wrong), 'tensor')} not equal to those of "
@@ -119,7 +119,7 @@ def compare_hashes(folder: Path, hashes: Mapping[str, str]) -> int:
             why=some_names(wrong),
             fix="write them again; if this happens again, check the disk and the memory of this host",
         )
-    return len(found)
+    return len(written)
 
 
 def some_names(names: Sequence[object]) -> str:

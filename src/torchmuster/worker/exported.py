@@ -90,7 +90,7 @@ def merge(folder: Path, *, dtype: str, written: str | None = None) -> torch.Tens
     transformers = _library("transformers")
     check_names(folder)
     generation = folder / transformers.utils.GENERATION_CONFIG_NAME
-    kept = generation.read_bytes() if generation.is_file() else None
+    config_of_base = generation.read_bytes() if generation.is_file() else None
     model = _adapted(folder, dtype)
     expected = logits_of(model, _batch_for(model))
     merged = model.merge_and_unload(safe_merge=True)
@@ -102,10 +102,10 @@ def merge(folder: Path, *, dtype: str, written: str | None = None) -> torch.Tens
     mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)  # save_pretrained gives mode 600
-    if kept is None:
+    if config_of_base is None:
         generation.unlink(missing_ok=True)
     else:
-        generation.write_bytes(kept)
+        generation.write_bytes(config_of_base)
     set_dtype(folder, weights_dtype(merged.parameters()))
     (folder / ADAPTER_CONFIG).unlink()
     (folder / ADAPTER_WEIGHTS).unlink()
@@ -119,7 +119,7 @@ def cast_weights(folder: Path, dtype: str) -> None:
         tensors = load_file(file)
         for name, tensor in tensors.items():
             tensors[name] = cast_tensor(name, tensor, dtype)
-        total_bytes += sum(one.nbytes for one in tensors.values())
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
         save_tensors(tensors, file)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -180,10 +180,12 @@ def _adapted(folder: Path, dtype: str) -> Any:
 def _check_model(folder: Path) -> None:
     transformers = _library("transformers")
     # On the meta device no weight is read, only names and shapes; transformers needs accelerate for that.
-    place = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
+    options: dict[str, Any] = {}
+    if importlib.util.find_spec("accelerate"):
+        options["device_map"] = "meta"
     try:
-        _, found = getattr(transformers, class_in_folder(folder).value.auto).from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, **place
+        _, loading = getattr(transformers, class_in_folder(folder).value.auto).from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, **options
         )
     except Exception as error:  # any error: the user would see it too
         raise MusterError(
@@ -194,9 +196,9 @@ def _check_model(folder: Path) -> None:
         ) from error
     _refuse(
         {
-            "missing": found["missing_keys"],
-            "not in the model": found["unexpected_keys"],
-            "of another shape": found["mismatched_keys"],
+            "missing": loading["missing_keys"],
+            "not in the model": loading["unexpected_keys"],
+            "of another shape": loading["mismatched_keys"],
         }
     )
 

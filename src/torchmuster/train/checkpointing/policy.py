@@ -79,9 +79,9 @@ class CheckpointPolicy:
     def check_room(self, state: State) -> str:
         """Return findings about the space that saves need; raise if there is too little."""
         findings = self._checkpointer.check_room(state)
-        for found in findings:
-            if found.status is Status.FAILURE:
-                raise Impossible(found.what, why=found.why, fix=found.fix)
+        for finding in findings:
+            if finding.status is Status.FAILURE:
+                raise Impossible(finding.what, why=finding.why, fix=finding.fix)
         return render(findings)
 
     def is_due(self, step: int, elapsed_s: float) -> bool:
@@ -170,8 +170,10 @@ def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = F
                 f"free disk space there: the ranks keep the state in memory and try again every "
                 f"{RETRY_EVERY_S:.0f} s"
             )
-    found = Finding(name="not-saved", status=Status.WARNING, what=what, why=report.problem, fix=fix)
-    return render([found])
+    finding = Finding(
+        name="not-saved", status=Status.WARNING, what=what, why=report.problem, fix=fix
+    )
+    return render([finding])
 
 
 def missing_message(steps: Collection[int]) -> str:
@@ -180,7 +182,7 @@ def missing_message(steps: Collection[int]) -> str:
         return ""
     named = ", ".join(map(str, sorted(steps)[:_MOST_NAMED]))
     more = f" and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
-    found = Finding(
+    finding = Finding(
         name="checkpoints-missing",
         status=Status.WARNING,
         what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
@@ -188,4 +190,4 @@ def missing_message(steps: Collection[int]) -> str:
         fix="before the next run, free disk space there, keep fewer checkpoints (checkpoint.keep), or "
         "save to another location (checkpoint.folder)",
     )
-    return render([found])
+    return render([finding])

@@ -41,8 +41,8 @@ def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[C
     with _checkpointer(trainer, saving, on_saved=say) as checkpointer:
         saves = CheckpointPolicy(saving, checkpointer, take=lambda: _state_and_own(trainer, saving))
         with _complete_state(trainer) as state:
-            said = saves.check_room(_state_to_save(state, trainer, saving))
-        trainer.reports.say(said)
+            warning = saves.check_room(_state_to_save(state, trainer, saving))
+        trainer.reports.say(warning)
         trainer.reports.begin_saves()
         yield saves
         saves.end(trainer.step)
@@ -52,9 +52,9 @@ def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[C
 def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | None:
     """Load the newest good checkpoint into a trainer; None if there is none."""
     with _checkpointer(trainer, saving) as checkpointer, _complete_state(trainer) as state:
-        kept = _state_to_save(state, trainer, saving)
-        frozen = [f"model.{name}" for name in state["model"] if name not in kept["model"]]
-        loaded = checkpointer.load({**kept, "model": state["model"]}, optional=frozen)
+        saved = _state_to_save(state, trainer, saving)
+        frozen = [f"model.{name}" for name in state["model"] if name not in saved["model"]]
+        loaded = checkpointer.load({**saved, "model": state["model"]}, optional=frozen)
         decay = _weight_decay(trainer)
         if loaded is not None:
             trainer.restore(loaded.state)
@@ -139,6 +139,8 @@ def _resuming_text(loaded: Loaded, trainer: "Trainer") -> str:
     """Report what was loaded, and why newer checkpoints were skipped."""
     newest, ranks = loaded.newest, trainer.world.world_size
     saved_by = newest.manifest.world_size
-    now = "" if saved_by == ranks else f", now {ranks}"
-    text = f"resuming from step {loaded.step} (saved by {plural(saved_by, 'rank')}{now})"
+    origin = f"saved by {plural(saved_by, 'rank')}"
+    if saved_by != ranks:
+        origin += f", now {ranks}"
+    text = f"resuming from step {loaded.step} ({origin})"
     return "\n".join(filter(None, [render(newest.rejected), text]))

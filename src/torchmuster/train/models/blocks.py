@@ -37,41 +37,41 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     # The relevant list may be inside a list, next to its repeated layers: a stem and a head
     # of one class do not include the blocks between them.
-    within = {id(one) for _, members in lists for layer in members for one in layer.modules()}
+    within = {id(part) for _, members in lists for layer in members for part in layer.modules()}
     outermost = [members for module, members in lists if id(module) not in within]
     if not outermost:
         return []
-    largest = max(outermost, key=_blocks_size)
+    largest = max(outermost, key=_weights_of)
     # Encoder and decoder have about the same size. A short list of heads or adapters is not
     # worth a separate collective.
-    kept = [
+    chosen = [
         members
         for members in outermost
-        if _blocks_kind(members[0]) == _blocks_kind(largest[0])
-        or 4 * _blocks_size(members) >= _blocks_size(largest)
+        if _kind_of(members[0]) == _kind_of(largest[0])
+        or 4 * _weights_of(members) >= _weights_of(largest)
     ]
-    return list({id(block): block for members in kept for block in members}.values())
+    return list({id(block): block for members in chosen for block in members}.values())
 
 
 def _alike(listed: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
     """Return the members of a list that are of one class, if two or more have parameters."""
     by_kind: dict[Any, list[nn.Module]] = {}
     for member in listed:
-        if _blocks_size([member]) and not isinstance(member, (nn.ModuleList, nn.ModuleDict)):
-            by_kind.setdefault(_blocks_kind(member), []).append(member)
+        if _weights_of([member]) and not isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+            by_kind.setdefault(_kind_of(member), []).append(member)
     repeated = [members for members in by_kind.values() if len(members) > 1]
-    return max(repeated, key=_blocks_size, default=[])
+    return max(repeated, key=_weights_of, default=[])
 
 
-def _blocks_kind(module: nn.Module) -> Any:
+def _kind_of(module: nn.Module) -> Any:
     """Return a key that is equal for similar layers: class, or contents of a ``Sequential``."""
     if isinstance(module, nn.Sequential):
-        return (nn.Sequential, *(_blocks_kind(member) for member in module))
+        return (nn.Sequential, *(_kind_of(member) for member in module))
     return type(module)
 
 
-def _blocks_size(modules: list[nn.Module]) -> int:
-    return sum(one.numel() for module in modules for one in module.parameters())
+def _weights_of(modules: list[nn.Module]) -> int:
+    return sum(weight.numel() for module in modules for weight in module.parameters())
 
 
 def can_compile(device: torch.device) -> Decision[bool]:
@@ -107,7 +107,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
     for block in blocks:
         if type(block).forward.__module__.startswith("torch."):
             # torch skips its own code unless other code calls it, and then compiles nothing.
-            block.forward = partial(_call_blocks, block.forward)
+            block.forward = partial(_call, block.forward)
         block.compile()
     what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the whole model"
     return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
@@ -117,13 +117,13 @@ def _is_not_about_cuda(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found")
 
 
-def _call_blocks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
 def _cpp_compiler() -> str | None:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 Kind = Literal["full", "selective"]
@@ -154,11 +154,13 @@ def recompute_blocks(model: nn.Module, kind: Kind = "full", *, every: int = 1) -
     chosen = blocks[every - 1 :: every]
     for block in chosen:
         block.forward = partial(_recomputed, block.forward, kind)
-    kept = "only their inputs are kept" if kind == "full" else "matrix products are kept"
+    memory = "only their inputs are kept"
+    if kind == "selective":
+        memory = "matrix products are kept"
     return Decision(
         value=len(chosen),
         reason=f"activations of {len(chosen)} of {len(blocks)} blocks are recomputed in the "
-        f"backward pass: {kept}",
+        f"backward pass: {memory}",
     )
 
 
@@ -184,7 +186,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 def _overloads() -> frozenset[Any]:
     packets = [getattr(torch.ops.aten, name, None) for name in _KEPT_NAMES]
-    return frozenset(one.default for one in packets if one is not None)
+    return frozenset(packet.default for packet in packets if packet is not None)
 
 
 _KEPT = _overloads()

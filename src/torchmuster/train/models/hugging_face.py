@@ -70,7 +70,7 @@ def find_model(name_or_path: str) -> ModelFiles:
         folder = _fetch(name_or_path)
         name, revision = name_or_path, folder.name
     if not (folder / "config.json").is_file():
-        names = ", ".join(sorted(one.name for one in folder.iterdir())[:10]) or "nothing"
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
         raise Impossible(
             f"{folder} has no config.json, so it is not a Hugging Face model",
             why=f"it has {names}",
@@ -172,7 +172,7 @@ def load_model(
     if replaced:  # Muster reports the new head itself
         transformers.logging.set_verbosity_error()
     try:
-        model, found = getattr(transformers, kind.auto).from_pretrained(
+        model, loading = getattr(transformers, kind.auto).from_pretrained(
             files.folder,
             config=config,
             dtype=_dtype_named(dtype, config),
@@ -186,7 +186,7 @@ def load_model(
         raise _cannot_build(files, kind, error) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
-    missing = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     if replaced:
         inner = f"{model.base_model_prefix}."
         missing = {name for name in missing if name.startswith(inner)}
@@ -239,9 +239,9 @@ def save_configs(
 def weights_dtype(tensors: Iterable[torch.Tensor]) -> str:
     """Return the floating-point dtype that has the most elements."""
     elements: dict[torch.dtype, int] = {}
-    for one in tensors:
-        if one.is_floating_point():
-            elements[one.dtype] = elements.get(one.dtype, 0) + one.numel()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()
     most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
     return str(most).removeprefix("torch.")
 
@@ -328,15 +328,15 @@ def _tokenizer_files(tokenizer: Any) -> dict[str, Path]:
     from transformers.tokenization_utils_base import ADDED_TOKENS_FILE, SPECIAL_TOKENS_MAP_FILE
     from transformers.utils import cached_file
 
-    found = {}
+    files = {}
     declared = tokenizer.vocab_files_names.values()
     for name in (*declared, ADDED_TOKENS_FILE, SPECIAL_TOKENS_MAP_FILE):
         with contextlib.suppress(OSError):
-            found[name] = Path(cached_file(tokenizer.name_or_path, name, local_files_only=True))
-    for source in {path.parent for path in found.values()}:
+            files[name] = Path(cached_file(tokenizer.name_or_path, name, local_files_only=True))
+    for source in {path.parent for path in files.values()}:
         for kind in _VOCABULARIES:
-            found.update((one.name, one) for one in source.glob(kind) if one.is_file())
-    return found
+            files.update((path.name, path) for path in source.glob(kind) if path.is_file())
+    return files
 
 
 def _for_training(model: nn.Module) -> nn.Module:
@@ -375,9 +375,9 @@ def _cannot_build(files: ModelFiles, wanted: ModelClass, error: Exception) -> Im
 
 
 def _weights_in(folder: Path) -> tuple[Path, ...]:
-    found = tuple(sorted(folder.glob("*.safetensors")))
+    weights = tuple(sorted(folder.glob("*.safetensors")))
     pickles = sorted(folder.glob("pytorch_model*.bin"))
-    if pickles and not found:
+    if pickles and not weights:
         raise Impossible(
             f"the weights in {folder} are pickles ({pickles[0].name}), which can run code when loaded",
             why="Muster loads only safetensors files",
@@ -385,7 +385,7 @@ def _weights_in(folder: Path) -> tuple[Path, ...]:
         )
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return found
+        return weights
     try:
         named = set(map(str, untrusted.read_json(index, _MOST_INDEX_BYTES)["weight_map"].values()))
     except (untrusted.Unreadable, KeyError, TypeError, AttributeError) as error:
@@ -394,14 +394,14 @@ def _weights_in(folder: Path) -> tuple[Path, ...]:
             why=f"{type(error).__name__}: {error}",
             fix="copy or download the model again",
         ) from None
-    missing = sorted(named - {path.name for path in found})
+    missing = sorted(named - {path.name for path in weights})
     if missing:
         raise Impossible(
             f"weights are missing in {folder}: {', '.join(missing[:5])}",
             why=f"{index.name} names {len(named)} files",
             fix="copy or download them again",
         )
-    return tuple(path for path in found if path.name in named)
+    return tuple(path for path in weights if path.name in named)
 
 
 def _fetch(name: str) -> Path:

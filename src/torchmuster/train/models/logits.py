@@ -26,7 +26,7 @@ def fixed_batch(config: Any, kind: ModelClass) -> dict[str, torch.Tensor]:
 
 def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute a model's logits on the CPU, in eval mode."""
-    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
     inputs = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in batch.items()
@@ -39,8 +39,8 @@ def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether any part of a model was loaded with quantized weights."""
-    configs = (getattr(one, "config", None) for one in model.modules())
-    return any(getattr(one, "quantization_config", None) is not None for one in configs)
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "quantization_config", None) is not None for config in configs)
 
 
 def largest_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
