@@ -327,6 +327,7 @@ def lose_mount(world: World, folder: Path) -> list[tuple[str | None, int]]:
             if world.is_first and not is_mounted:
                 store.folder.unlink()
                 (folder / "elsewhere").rename(store.folder)
+            all_gather_object(None, world)
             names = all_gather_object(store.names(), world)[0]
             results.append((report.problem, len(names)))
         digest = training.digest()
