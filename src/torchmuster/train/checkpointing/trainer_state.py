@@ -68,7 +68,8 @@ def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | N
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
         trainer.reports.say(_resuming_text(loaded, trainer))
-        if (restored := _weight_decay(trainer)) != decay:
+        restored = _weight_decay(trainer)
+        if restored != decay:
             trainer.reports.say(
                 f"the weight decay stays as in the checkpoint: {restored} instead of {decay}"
             )
@@ -113,7 +114,8 @@ def _state_and_own(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state to save, and this rank's own part."""
     own = seeds.save_random_states(trainer.world)
-    if began := getattr(trainer.loader, _LOADERS_OWN, None):
+    began = getattr(trainer.loader, _LOADERS_OWN, None)
+    if began:
         own[_LOADERS_OWN] = began
     is_new = not trainer.optimizer.state
     state = trainer.state()

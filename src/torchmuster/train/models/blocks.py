@@ -30,14 +30,18 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     layers of a transformer (of encoder and decoder), the blocks of a residual network. Lists
     within a layer are part of it. Wrappers around the model (DDP, peft) make no difference.
     """
-    lists = [
-        (module, members)
-        for module in model.modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and (members := _alike(module))
-    ]
+    lists = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            members = _alike(module)
+            if members:
+                lists.append((module, members))
     # The relevant list may be inside a list, next to its repeated layers: a stem and a head
     # of one class do not include the blocks between them.
-    within = {id(part) for _, members in lists for layer in members for part in layer.modules()}
+    within = set()
+    for _, members in lists:
+        for layer in members:
+            within.update(map(id, layer.modules()))
     outermost = [members for module, members in lists if id(module) not in within]
     if not outermost:
         return []

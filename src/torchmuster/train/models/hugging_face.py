@@ -196,11 +196,11 @@ def load_model(
 
 def _refuse_missing(files: ModelFiles, missing: Iterable[str]) -> None:
     """Reject weights that do not match the model: transformers would randomize missing ones."""
-    if names := sorted(missing):
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    names = sorted(missing)
+    if names:
         raise Impossible(
             f"the weights in {files.folder} do not match its config.json",
-            why=f"not in the files: {', '.join(names[:10])}{more}",
+            why=f"{len(names)} are not in the files: {', '.join(names[:10])}",
             fix="copy or download the folder again; to train new weights, remove the weight files "
             "from it",
         )
@@ -225,7 +225,8 @@ def save_configs(
         if (files.folder / name).is_file():
             shutil.copyfile(files.folder / name, folder / name)
     config = read_config(files.folder)
-    if (architecture := _architecture(model)) is not None:
+    architecture = _architecture(model)
+    if architecture is not None:
         config["architectures"] = [architecture]
     if labels is not None:
         config.pop("num_labels", None)
