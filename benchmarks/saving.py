@@ -93,9 +93,9 @@ class Training:
             return time.perf_counter() - began, self.result.done
         state["progress"] = {"step": self.step}
         self.checkpointer.save(state, self.step, own=seeds.save_random_states(self.world))
-        save = self.checkpointer._save
-        assert save is not None
-        return time.perf_counter() - began, lambda: not save.thread.is_alive()
+        thread = self.checkpointer._thread
+        assert thread is not None
+        return time.perf_counter() - began, lambda: not thread.is_alive()
 
     def finish(self, kind: str) -> None:
         """Wait for a save; raise if it failed."""
