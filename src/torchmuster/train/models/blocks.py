@@ -38,7 +38,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
                 lists.append((module, members))
     # The relevant list may be inside a list, next to its repeated layers: a stem and a head
     # of one class do not include the blocks between them.
-    within = set()
+    within: set[int] = set()
     for _, members in lists:
         for layer in members:
             within.update(map(id, layer.modules()))
