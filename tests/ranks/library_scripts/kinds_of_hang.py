@@ -1,4 +1,4 @@
-"""A small training in one of four styles, in which rank 1 leaves rank 0 waiting in one of five ways.
+"""A small training in one of four styles, in which rank 1 leaves rank 0 waiting in one of four ways.
 
 ``python kinds_of_hang.py STYLE KIND``; it prints when the hang begins.
 """
@@ -58,8 +58,6 @@ def hang(kind: str) -> None:
     match kind:
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case "exited":
-            os._exit(0)
         case "asleep":
             time.sleep(600)
         case "busy":
