@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nightly, pytest.mark.alone, pytest.
 SCRIPT = Path(__file__).with_name("library_scripts") / "kinds_of_hang.py"
 # "The report appears two or three seconds later", says docs/hangs.md.
 REPORTED_WITHIN_S = 3.0
-# Under gloo, the peers of a rank that exits fail at once, and do not hang. What is seen, the limit under muster run, and that of muster hang, which sees no numbers of collectives.
+# What is seen, the limit under muster run, and that of muster hang, which cannot see the numbers of collectives. Under gloo
+# the peers of a rank that exits fail at once and do not hang.
 KINDS = {
     "stopped": ("has been stopped", STOPPED_AFTER_S, STOPPED_AFTER_S),
     "asleep": ("in time.sleep", IDLE_AFTER_S, IDLE_AFTER_S),
