@@ -143,10 +143,9 @@ def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
     All files must be visible from here: ranks that write to their own disks have not saved
     anything. Raises ValueError for a manifest that could not be read again.
     """
+    sizes = store.sizes(manifest.name)
     absent = [
-        file
-        for file, record in manifest.files.items()
-        if store.size(manifest.name, file) != record.size_bytes
+        file for file, record in manifest.files.items() if sizes.get(file) != record.size_bytes
     ]
     if absent:
         raise MusterError(
@@ -168,7 +167,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     """
     try:
         with store.open(name, MARKER) as stream:
-            text = stream.read(min(store.size(name, MARKER) or 0, _MOST_BYTES) + 1)
+            text = stream.read(min(store.sizes(name).get(MARKER) or 0, _MOST_BYTES) + 1)
     except FileNotFoundError:
         return None
     if len(text) > _MOST_BYTES:

@@ -59,12 +59,6 @@ class ObjectStore:
                 files = {}
         return {path.removeprefix(prefix): int(info["size"] or 0) for path, info in files.items()}
 
-    def size(self, name: str, file: str) -> int | None:
-        """Return the size of a file; None if there is no such file."""
-        with contextlib.suppress(FileNotFoundError), self._errors():
-            return int(self._storage.info(self._path(name, file))["size"] or 0)
-        return None
-
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file to read and seek in; FileNotFoundError if it does not exist."""
         path = self._path(name, file)

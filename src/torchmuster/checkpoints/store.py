@@ -134,12 +134,6 @@ class FolderStore:
                         sizes[entry.name] = entry.stat().st_size
         return sizes
 
-    def size(self, name: str, file: str) -> int | None:
-        """Return the size of a file; None if there is no such file."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._path(name, file).stat().st_size
-        return None
-
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file to read and seek in; FileNotFoundError if it does not exist."""
         path = self._path(name, file)

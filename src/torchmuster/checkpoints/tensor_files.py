@@ -65,10 +65,11 @@ class StoredTensor(NamedTuple):
 def read_tensors(store: Store, name: str, files: Iterable[str]) -> dict[str, StoredTensor]:
     """Return all tensors in the files of a checkpoint; ValueError if a file is no part of one."""
     tensors: dict[str, StoredTensor] = {}
+    sizes = store.sizes(name)
     for file in files:
         with store.open(name, file) as stream:
             try:
-                entries = read_head(stream, store.size(name, file) or 0, file)
+                entries = read_head(stream, sizes.get(file) or 0, file)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from None
         for key, (dtype, chunk) in entries.items():

@@ -84,11 +84,8 @@ def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[F
 
 
 def verify_file(store: Store, name: str, file: str, record: FileRecord) -> list[Finding]:
-    """Read one file and compare its size and hash; [] if it is intact."""
+    """Read a file and compare its hash; [] if it is intact."""
     try:
-        findings = _compare_size(store, name, file, store.size(name, file), record)
-        if findings:
-            return findings
         sha256 = sha256_of(store, name, file)
     except OSError as error:
         return [damage(store, name, file, "unreadable", error.strerror or str(error))]
