@@ -106,7 +106,7 @@ def compare_hashes(folder: Path, hashes: Mapping[str, str]) -> int:
 
     Return their number.
     """
-    written = {}
+    written: dict[str, str] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             written |= {name: tensor_hash(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
