@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models import hugging_face
-from torchmuster.train.models.factory import Lora, ModelRecipe
+from torchmuster.train.models.factory import ModelRecipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers")]
 
@@ -270,4 +270,4 @@ def test_a_head_of_other_classes_is_replaced_and_reported(tmp_path: Path) -> Non
     assert heads[0].equal(heads[1])
     assert not heads[0].equal(heads[2])
     with pytest.raises(Impossible):  # LoRA would freeze the random head
-        ModelRecipe(files=files, lora=Lora(rank=2), labels=three).check()
+        ModelRecipe(files=files, lora={"r": 2}, labels=three).check()
