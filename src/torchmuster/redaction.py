@@ -86,8 +86,8 @@ def is_secret_name(name: str) -> bool:
     if _KEY_VARIABLE.fullmatch(name):
         return True
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
-    words = ["", *re.sub(r"[^A-Za-z0-9]+", " ", spaced).lower().split(), ""]
-    for before, word, after in zip(words, words[1:], words[2:], strict=False):
+    parts = ["", *re.sub(r"[^A-Za-z0-9]+", " ", spaced).lower().split(), ""]
+    for before, word, after in zip(parts, parts[1:], parts[2:], strict=False):
         if word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS):
             return True
         if word in {"key", "keys"} and before in _KEY_OWNERS:
@@ -176,8 +176,8 @@ def _redact_value(value: object) -> object:
     if isinstance(value, Mapping):
         return redact_mapping(value)
     if isinstance(value, list | tuple):
-        words = [item for item in value if isinstance(item, str)]
-        if len(words) == len(value):
-            return redact_command(words)
+        parts = [item for item in value if isinstance(item, str)]
+        if len(parts) == len(value):
+            return redact_command(parts)
         return [_redact_value(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value

@@ -77,7 +77,7 @@ def parse_json(text: bytes | str) -> Any:
 def _refuse_depth(content: Any) -> None:
     level = [content]
     for _ in range(MOST_DEPTH):
-        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
         level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
         if not level:
             return
@@ -88,7 +88,7 @@ def _encodable(content: Any) -> Any:
     if isinstance(content, dict):
         return {_encodable(key): _encodable(value) for key, value in content.items()}
     if isinstance(content, list):
-        return [_encodable(one) for one in content]
+        return [_encodable(item) for item in content]
     if isinstance(content, str):
         return content.encode("utf-8", errors="backslashreplace").decode("utf-8")
     return content

@@ -364,5 +364,5 @@ def _size_of(path: Path) -> int | None:
     with contextlib.suppress(OSError):
         if path.is_file():
             return path.stat().st_size
-        return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return None

@@ -158,7 +158,7 @@ def test_a_look_that_takes_too_long_leaves_what_was_known(
     monkeypatch.setattr(run_module, "_LOOK_WITHIN_S", 0.05)
 
     async def work() -> TrainingProgress:
-        found = await supervise(tmp_path)._look(0.0, known)
+        found = await supervise(tmp_path)._read_progress(0.0, known)
         over.set()
         return found
 

@@ -64,16 +64,16 @@ def choose_hosts(
     usable = {host.place: host for host in present if host.failures < MOST_FAILURES}
     if len(usable) < wanted.least:
         usable = {host.place: host for host in present}
-    kept = set()
+    staying = set()
     for host in before:
         same = usable.get(host.place)
         if same is not None and same.failures == host.failures:
-            kept.add(host.place)
-    free = [host for host in usable.values() if host.place not in kept]
+            staying.add(host.place)
+    free = [host for host in usable.values() if host.place not in staying]
     free.sort(key=lambda host: (host.failures, host.place))
     chosen = []
     for host in before:
-        if host.place in kept:
+        if host.place in staying:
             chosen.append(host.place)
             continue
         fitting = [other for other in free if _fits(other, host)]

@@ -181,14 +181,14 @@ class Newcomers:
 
         ``save`` asks the ranks to save and stop, so that a host that came back can take part; None if they cannot.
         """
-        task = asyncio.create_task(self._look(save))
+        task = asyncio.create_task(self._prepare_newcomers(save))
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _look(self, save: Callable[[], None] | None) -> None:
+    async def _prepare_newcomers(self, save: Callable[[], None] | None) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self._report_lost()

@@ -121,7 +121,7 @@ class Run:
         self._warning: StopCause | None = None  # forwarded to the ranks
         self._warned_before = False
         self._is_changed = False  # the script's arguments, for the next attempt
-        self._asked_to_save = False  # because a host came back
+        self._save_requested = False  # because a host came back
         self._missing: list[str] = []  # the hosts that the last attempt ran without
         self.token = self._session.token
         self.stop = self._session.stop
@@ -167,7 +167,7 @@ class Run:
                 logger.info(f"{error.what}; waiting for the host that replaces it")
 
     async def _run_attempts(self) -> JobOutcome:
-        number, after = 0, await self._look(time.time(), TrainingProgress())
+        number, after = 0, await self._read_progress(time.time(), TrainingProgress())
         broken: dict[int, str] = {}
         await self._log_resume(after)
         while True:
@@ -181,12 +181,12 @@ class Run:
             is_replaced = self._lose_replaced_hosts(hosts)
             broken = broken_hosts(hosts)
             self._hosts.free(broken)
-            after = await self._look(began_unix_s, before)
-            warned = self._warning is not None or self._asked_to_save
+            after = await self._read_progress(began_unix_s, before)
+            warned = self._warning is not None or self._save_requested
             origin = self._warning.origin if self._warning else None
             saved = saved_by_ranks(hosts, warned=warned and self._can_save, origin=origin)
             if saved is not None:
-                if self._warning or not (self._asked_to_save or is_replaced):
+                if self._warning or not (self._save_requested or is_replaced):
                     return JobOutcome(result=Result.SAVED, saved=saved)
                 if is_replaced:
                     await self._note_restart(saved.text, after.saved, time.time())
@@ -211,7 +211,7 @@ class Run:
         """Choose the hosts of the next attempt, and the script's arguments."""
         session = self._session
         session.on_phase("starting")
-        self._asked_to_save = False
+        self._save_requested = False
         self._is_changed = session.resume_script(progress.resume, again=number > 0)
         if self._is_changed and number == 0 and progress.resume is not None:  # a requeued job
             logger.info(restart_text(progress.resume))
@@ -283,7 +283,7 @@ class Run:
         session.stop(origin, warned_s=within_s)
 
     def _ask_to_save(self) -> None:
-        self._asked_to_save = True
+        self._save_requested = True
         self._session.pass_on(_WARNING)
 
     # ---- hosts
@@ -304,8 +304,8 @@ class Run:
         """Raise before the run starts if the hosts cannot work together."""
         failures = [finding for finding in findings if finding.status is Status.FAILURE]
         if failures:
-            first, *others = failures
-            show_findings(others)
+            first, *more = failures
+            show_findings(more)
             raise Impossible(first.what, why=first.why, fix=first.fix)
 
     def _lose_replaced_hosts(self, hosts: Sequence[ConnectedHost]) -> bool:
@@ -392,7 +392,9 @@ class Run:
         }
         await asyncio.to_thread(run_state.log_event, self.run_folder, run_state.RESTART, **facts)
 
-    async def _look(self, since_unix_s: float, known: TrainingProgress) -> TrainingProgress:
+    async def _read_progress(
+        self, since_unix_s: float, known: TrainingProgress
+    ) -> TrainingProgress:
         """Read the training progress; object storage that does not respond must not block the run."""
         reading = asyncio.to_thread(
             training_progress.read_training_progress,

@@ -158,10 +158,10 @@ class OpenPort:
         )
         if wanted is None:
             raise ValueError(f"{address} is not one of the opened addresses")
-        kept = self._sockets.pop(wanted)
+        chosen = self._sockets.pop(wanted)
         await self.close()
-        kept.setblocking(True)
-        return kept
+        chosen.setblocking(True)
+        return chosen
 
     async def close(self) -> None:
         """Stop answering and close all sockets."""
@@ -206,16 +206,16 @@ class OpenPort:
 async def _talk(connection: socket.socket, nonce: str, then: Conversation | None) -> None:
     loop = asyncio.get_running_loop()
     wanted = request_line(nonce)
-    said = b""
+    request = b""
     with contextlib.suppress(OSError, TimeoutError):
         connection.setblocking(False)
         async with asyncio.timeout(PATIENCE_S):
-            while b"\n" not in said and len(said) < REQUEST_LIMIT_BYTES:
+            while b"\n" not in request and len(request) < REQUEST_LIMIT_BYTES:
                 piece = await loop.sock_recv(connection, REQUEST_LIMIT_BYTES)
                 if not piece:
                     return
-                said += piece
-            if not hmac.compare_digest(said, wanted):
+                request += piece
+            if not hmac.compare_digest(request, wanted):
                 return
             await loop.sock_sendall(connection, nonce.encode() + b"\n")
         if then is not None:
@@ -403,10 +403,10 @@ def _port_taken(port: int) -> Impossible:
 
 
 def _not_allowed(port: int, error: OSError | None) -> Impossible:
-    words = error.strerror if error is not None else "no address"
+    cause = error.strerror if error is not None else "no address"
     forbidden = error is not None and error.errno == errno.EACCES
     return Impossible(
         f"cannot listen on port {port}",
-        why=f"{words}; ports below 1024 need root" if forbidden else f"{words}",
+        why=f"{cause}; ports below 1024 need root" if forbidden else f"{cause}",
         fix=f"omit distributed.master_port to use {USUAL_PORT} or the next free port",
     )

@@ -157,7 +157,10 @@ def local_end(reached: protocol.Reached, address: str) -> protocol.Address | Non
 
 
 def check_not_loopback(
-    head: str, listening: protocol.Listening, asked: str | None, others: Sequence[protocol.Address]
+    head: str,
+    listening: protocol.Listening,
+    requested: str | None,
+    others: Sequence[protocol.Address],
 ) -> None:
     """Raise ``Impossible`` if the head host listens only at loopback addresses.
 
@@ -167,7 +170,7 @@ def check_not_loopback(
         ipaddress.ip_address(candidate.address).is_loopback for candidate in listening.addresses
     ):
         return
-    if asked is None:
+    if requested is None:
         raise Impossible(
             f"{head} has no address that other hosts can reach",
             why="it has only a loopback address: its other interfaces are down or have no address",
@@ -175,9 +178,9 @@ def check_not_loopback(
         )
     own = ", ".join(f"{candidate.address} ({candidate.interface})" for candidate in others)
     found = ", ".join(candidate.address for candidate in listening.addresses)
-    meaning = "this is" if found == asked else f"on {head} this resolves to {found},"
+    meaning = "this is" if found == requested else f"on {head} this resolves to {found},"
     raise Impossible(
-        f"the other hosts cannot reach {head} at {asked}",
+        f"the other hosts cannot reach {head} at {requested}",
         why=f"{meaning} a loopback address, which always means the local host; "
         f"{head} has {own or 'no other address'}",
         fix="omit launch.address to use an address that all other hosts reach",
@@ -244,7 +247,7 @@ def _no_common_address(
     system: str,
     timeout_s: float,
 ) -> Impossible:
-    words = {problem for found in troubles.values() for problem in found}
+    problems = {problem for found in troubles.values() for problem in found}
     lines = [
         f"{candidate.address} ({candidate.interface}): {_problems_text(found, timeout_s)}"
         for candidate, found in troubles.items()
@@ -257,7 +260,7 @@ def _no_common_address(
     else:
         what = f"no address of {head} is reachable from all of {name_several([node for node, _ in answers])}"
     fixes = []
-    if words & {"timeout", "refused", "unreachable", "not-tried"}:
+    if problems & {"timeout", "refused", "unreachable", "not-tried"}:
         command = firewall.open_command(system, listening.port)
         fixes.append(f"allow connections on {head}:\n{command}")
         fixes.append(

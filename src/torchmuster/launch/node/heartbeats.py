@@ -52,10 +52,10 @@ def look_at_process(pid: int) -> Stat | None:
         cpu_s = sum(map(int, fields[11:15])) / _TICKS
         return Stat(fields[0], int(fields[1]), cpu_s, int(fields[21]) * _PAGE_BYTES)
     except (OSError, ValueError, IndexError):
-        return None if _PROC.is_dir() else _asked_of_psutil(pid)
+        return None if _PROC.is_dir() else _stat_by_psutil(pid)
 
 
-def _asked_of_psutil(pid: int) -> Stat | None:
+def _stat_by_psutil(pid: int) -> Stat | None:
     try:
         process = psutil.Process(pid)
         times = process.cpu_times()
@@ -68,15 +68,15 @@ def _asked_of_psutil(pid: int) -> Stat | None:
 
 def children_stats(pids: Iterable[int]) -> dict[int, float]:
     """Return the CPU time of the running descendants of each process."""
-    everybody = {pid: stat for pid in psutil.pids() if (stat := look_at_process(pid)) is not None}
+    stats = {pid: stat for pid in psutil.pids() if (stat := look_at_process(pid)) is not None}
     below = dict.fromkeys(pids, 0.0)
-    for pid, stat in everybody.items():
+    for pid, stat in stats.items():
         above: int | None = stat.parent
         while above and pid not in below:
             if above in below:
                 below[above] += stat.cpu_s
                 break
-            above = everybody[above].parent if above in everybody else None
+            above = stats[above].parent if above in stats else None
     return below
 
 
@@ -130,14 +130,14 @@ class HeartbeatReader:
 
     def read(self) -> tuple[Heartbeat, ...]:
         """Return the newest heartbeat of every rank that has one."""
-        told = [
+        heartbeats = [
             heartbeat for path in self._paths if (heartbeat := _read_one_rank(path)) is not None
         ]
-        stats = {heartbeat.pid: look_at_process(heartbeat.pid) for heartbeat in told}
+        stats = {heartbeat.pid: look_at_process(heartbeat.pid) for heartbeat in heartbeats}
         still = [
-            one.pid
-            for one in told
-            if self._unchanged_s(self._moves, one.pid, one.moves) >= _STILL_S
+            beat.pid
+            for beat in heartbeats
+            if self._unchanged_s(self._moves, beat.pid, beat.moves) >= _STILL_S
         ]
         busy = self._load.take(stats, with_children=still)
         return tuple(
@@ -148,7 +148,7 @@ class HeartbeatReader:
                 memory_bytes=None if stat is None else stat.memory_bytes,
                 silent_s=round(self._unchanged_s(self._beats, heartbeat.pid, heartbeat.beat), 1),
             )
-            for heartbeat in told
+            for heartbeat in heartbeats
         )
 
     def _unchanged_s(self, known: dict[int, tuple[int, float]], pid: int, count: int) -> float:

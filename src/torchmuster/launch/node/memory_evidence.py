@@ -44,7 +44,7 @@ class MemoryPeaks:
         """Sample these processes now; those that have exited keep their peak."""
         together = 0
         for pid in pids:
-            peak, now = self._look(pid)
+            peak, now = self._peak_and_current(pid)
             self._peaks[pid] = max(peak, self._peaks.get(pid, 0))
             together += now
         self.together_bytes = max(self.together_bytes, together)
@@ -53,7 +53,7 @@ class MemoryPeaks:
         """Return the peak memory of a process; None if it was never sampled."""
         return self._peaks.get(pid) or None
 
-    def _look(self, pid: int) -> tuple[int, int]:
+    def _peak_and_current(self, pid: int) -> tuple[int, int]:
         """Return peak and current memory; 0 for a process that has exited."""
         if sys.platform != "linux":
             try:
@@ -115,16 +115,18 @@ class MemoryWatch:
         now = _kills(self.proc_root, self.sys_root)
         more = 0 if self.kills is None or now is None else now - self.kills
         if exit_code not in _KILLED:
-            return _of_others(more) if exit_code > 0 else ""
+            return _other_kills(more) if exit_code > 0 else ""
         seen = (peaks.of(pid) if peaks else None) or 0
         peak = max(seen, named.resident_bytes if named else 0) or None
         if named is None and more <= 0:
-            words = (
+            parts = (
                 [] if self.kills is None else ["not killed by the kernel's out-of-memory killer"]
             )
-            return "; ".join([*words, *([f"its peak was {format_bytes(peak)}"] if peak else [])])
+            return "; ".join([*parts, *([f"its peak was {format_bytes(peak)}"] if peak else [])])
         # In a container the kernel's log has other process ids; which limit was hit is still valid.
-        of_cgroup = named.of_cgroup if named else any(one.of_cgroup for one in victims) or None
+        of_cgroup = (
+            named.of_cgroup if named else any(killed.of_cgroup for killed in victims) or None
+        )
         room = self._room(of_cgroup)
         if peak is None:
             return f"{KERNEL_KILLED_IT}; the limit is {room}"
@@ -157,7 +159,7 @@ class MemoryWatch:
         return f"the {format_bytes(machine)} this host has"
 
 
-def _of_others(kills: int) -> str:
+def _other_kills(kills: int) -> str:
     if kills <= 0:
         return ""
     processes = "a process" if kills == 1 else f"{kills} processes"

@@ -38,7 +38,7 @@ class Sidecar:
         self._process = process
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._send = send
-        self._words = b""
+        self._errors = b""
         self._telling = asyncio.create_task(self._tell())
 
     @classmethod
@@ -93,7 +93,7 @@ class Sidecar:
     async def _tell(self) -> None:
         """Forward the program's output, and finally its exit."""
         relaying = asyncio.create_task(self._relay())
-        keeping = asyncio.create_task(self._keep_words())
+        keeping = asyncio.create_task(self._keep_errors())
         try:
             await self._process.wait()
             # Its child processes may keep the output open: do not wait for them.
@@ -101,9 +101,9 @@ class Sidecar:
         finally:
             relaying.cancel()
             keeping.cancel()
-        words = self._words.decode("utf-8", errors="replace").strip()
+        errors = self._errors.decode("utf-8", errors="replace").strip()
         code = self._process.returncode
-        await self._send(protocol.Relay(text=words, is_last=True, exit_code=code))
+        await self._send(protocol.Relay(text=errors, is_last=True, exit_code=code))
 
     async def _relay(self) -> None:
         try:
@@ -111,9 +111,9 @@ class Sidecar:
                 text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
                 await self._send(protocol.Relay(text=text))
         except ValueError:
-            self._words += b"\nit wrote a line that is too long"
+            self._errors += b"\nit wrote a line that is too long"
             self._kill()
 
-    async def _keep_words(self) -> None:
+    async def _keep_errors(self) -> None:
         while data := await self._stderr.read(4096):
-            self._words = (self._words + data)[-_KEPT_WORDS:]
+            self._errors = (self._errors + data)[-_KEPT_WORDS:]

@@ -68,7 +68,7 @@ def read_membership(rank: int, world_size: int, environment: Mapping[str, str]) 
         port=DEFAULT_PORT if port is None else port,
         alone=alone,
         address_given=given is not None and not alone,
-        reasons=_said(alone, given, port),
+        reasons=_assumptions(alone, given, port),
     )
 
 
@@ -87,17 +87,17 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _said(alone: bool, given: str | None, port: int | None) -> tuple[str, ...]:
+def _assumptions(alone: bool, given: str | None, port: int | None) -> tuple[str, ...]:
     if alone:
         return ("one process and no launcher: a simulated group of 1 that needs no network",)
-    said = []
+    reasons = []
     if given is None:
-        said.append(
+        reasons.append(
             f"MASTER_ADDR is not set: assuming that all ranks are on this host, at {DEFAULT_ADDRESS}"
         )
     if port is None:
-        said.append(f"MASTER_PORT is not set: using port {DEFAULT_PORT}")
-    return tuple(said)
+        reasons.append(f"MASTER_PORT is not set: using port {DEFAULT_PORT}")
+    return tuple(reasons)
 
 
 def _agree(argument: str, value: int, variable: str, environment: Mapping[str, str]) -> None:
@@ -150,14 +150,16 @@ class BackendChoice:
     index: int | None = None
 
 
-def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decision[BackendChoice]:
+def choose_backend(
+    requested: str, member: Membership, here: BackendFacts
+) -> Decision[BackendChoice]:
     """Return the requested backend, or gloo if that is impossible in this process."""
-    if asked == "gloo":
+    if requested == "gloo":
         value = BackendChoice(backend="gloo", device="cpu")
         return Decision(value=value, reason="gloo on the CPU, as requested")
-    if asked not in _LIBRARIES.values():
+    if requested not in _LIBRARIES.values():
         raise Impossible(
-            f"unknown backend {asked!r}",
+            f"unknown backend {requested!r}",
             why="supported backends: nccl (GPUs; xccl for Intel GPUs) and gloo (CPU)",
             fix="setup_distributed(rank, world_size, backend='gloo'), or call "
             "torch.distributed.init_process_group yourself",
@@ -171,7 +173,7 @@ def choose_backend(asked: str, member: Membership, here: BackendFacts) -> Decisi
             value=value, reason=f"{library}, with {here.accelerator}:{index} for this rank"
         )
     value = without_library(here.accelerator, index)
-    reason = f"gloo instead of {asked}, on the {_device_name(value)}: {problem or no_device}"
+    reason = f"gloo instead of {requested}, on the {_device_name(value)}: {problem or no_device}"
     return Decision(value=value, reason=reason)
 
 

@@ -26,8 +26,8 @@ class PipeChannel:
         self._process = process
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._understood = False
-        self._words = ""
-        self._listening = asyncio.create_task(self._keep_words())
+        self._errors = ""
+        self._listening = asyncio.create_task(self._keep_errors())
 
     @classmethod
     async def open(
@@ -77,7 +77,7 @@ class PipeChannel:
 
     def why_closed(self) -> str:
         """Return the last error output of the process."""
-        return self._words.strip()
+        return self._errors.strip()
 
     async def close(self) -> None:
         """Close the pipe, so that the node agent stops everything and exits; wait with a timeout.
@@ -100,12 +100,12 @@ class PipeChannel:
         await self._process.wait()
         self._listening.cancel()
 
-    async def _keep_words(self) -> None:
+    async def _keep_errors(self) -> None:
         while data := await self._stderr.read(4096):
             self._keep(data)
 
     def _keep(self, data: bytes) -> None:
-        self._words = (self._words + data.decode(errors="replace"))[-_KEPT_WORDS:]
+        self._errors = (self._errors + data.decode(errors="replace"))[-_KEPT_WORDS:]
 
 
 class LocalTransport:

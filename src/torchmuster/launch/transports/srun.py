@@ -114,8 +114,8 @@ class SrunChannel:
 
     def why_closed(self) -> str:
         """Return the last output of srun and the node agent if it has exited, or the error of the connection."""
-        said = self._step.last_words(self._place) if self._step.has_ended(self._place) else ""
-        return said or self._channel.why_closed()
+        output = self._step.last_output(self._place) if self._step.has_ended(self._place) else ""
+        return output or self._channel.why_closed()
 
 
 class SrunTransport:
@@ -127,7 +127,7 @@ class SrunTransport:
         *,
         agent: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
-        on_event: Callable[[str], None] = lambda words: None,
+        on_event: Callable[[str], None] = lambda command: None,
         patience_s: float = 10.0,
     ) -> None:
         self._allocation = allocation
@@ -185,13 +185,13 @@ class SrunTransport:
         self._channels[place] = SrunChannel(channel, step, place)
         self._arrive(place, self._channels[place])
 
-    async def _start(self, places: Iterable[int], words: Sequence[str]) -> None:
+    async def _start(self, places: Iterable[int], command: Sequence[str]) -> None:
         assert self._service is not None
         step = SrunStep(tuple(places), self.places, lambda place: self._ended(step, place))
         self._steps.append(step)
         self._step_of.update(dict.fromkeys(step.places, step))
         line = f"{encode_code(self._service.code)}\n".encode()
-        await step.start(words, self._environment, line)
+        await step.start(command, self._environment, line)
 
     def _ended(self, step: SrunStep, place: int) -> None:
         """Close the connection to a node agent that has exited: its host may be gone."""
@@ -208,20 +208,20 @@ class SrunTransport:
         if step is None:
             return "srun has not been started"
         seconds = f"srun is starting the node agent, {time.monotonic() - step.since:.0f} s"
-        said = step.last_words(place) or step.srun_words
-        return f"{seconds}; {said.splitlines()[-1]}" if said else seconds
+        output = step.last_output(place) or step.srun_output
+        return f"{seconds}; {output.splitlines()[-1]}" if output else seconds
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return why a node will not join, once srun or its task has exited."""
         step = self._step_of.get(place)
         if step is None or not step.missing(place):
             return None
-        said = step.last_words(place)
+        output = step.last_output(place)
         return protocol.Trouble(
             name="srun-failed",
             what=f"srun could not start the node agent on {self.places[place]}",
-            why=said or "srun exited without an error message",
-            fix=_way_out(said, self._allocation.job),
+            why=output or "srun exited without an error message",
+            fix=_fix(output, self._allocation.job),
         )
 
     def rejoins(self, place: int) -> bool:
@@ -246,8 +246,8 @@ def _allowed_ports(ask: jobs.Ask = jobs.run_slurm_command) -> list[int]:
     return random.sample(ports, min(len(ports), _PORTS_TRIED))
 
 
-def _way_out(said: str, job: str) -> str:
-    text = said.lower()
+def _fix(output: str, job: str) -> str:
+    text = output.lower()
     if "cannot reach the host" in text:
         return "start muster inside the job, where nodes reach each other: sbatch, or muster run --slurm"
     if "no such file or directory" in text:

@@ -35,20 +35,20 @@ class SrunStep:
         self._joined: set[int] = set()
         self._ended: dict[int, str] = {}  # place -> how
         self._reports: dict[int, asyncio.Event] = {}  # of the places that are waited for
-        self._said: dict[int, deque[str]] = {}  # place -> last lines of its output
-        self._srun_said: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._output: dict[int, deque[str]] = {}  # place -> last lines of its output
+        self._srun_output: deque[str] = deque(maxlen=_LINES_KEPT)
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self.since = time.monotonic()
         self.over = False
 
     async def start(
-        self, words: Sequence[str], environment: Mapping[str, str], invitation: bytes
+        self, command: Sequence[str], environment: Mapping[str, str], invitation: bytes
     ) -> None:
         """Start srun in its own session, so that only the launcher gets Ctrl-C; its tasks get the invitation."""
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *words,
+                *command,
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
@@ -56,7 +56,7 @@ class SrunStep:
                 start_new_session=True,
             )
         except OSError as error:
-            self._srun_said.append(f"srun: {error.strerror}")
+            self._srun_output.append(f"srun: {error.strerror}")
             self.over = True
             return
         self._reading = asyncio.create_task(self._read(self._process))
@@ -86,7 +86,7 @@ class SrunStep:
         """Record that the node agent of a place has connected."""
         self._joined.add(place)
         # Output from before that is not the cause of an exit.
-        self._said.pop(place, None)
+        self._output.pop(place, None)
 
     def missing(self, place: int) -> bool:
         """Return whether the node agent of a place will never connect."""
@@ -103,17 +103,17 @@ class SrunStep:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), within_s)
 
-    def last_words(self, place: int) -> str:
+    def last_output(self, place: int) -> str:
         """Return the last output of the task of a place and of srun, or how the task exited."""
         node = self._nodes[place]
-        about = [line for line in self._srun_said if re.search(rf"\b{re.escape(node)}\b", line)]
-        said = [*self._said.get(place, ()), *(about or self._srun_said)]
-        return "\n".join(dict.fromkeys(said)) or self._ended.get(place, "")
+        about = [line for line in self._srun_output if re.search(rf"\b{re.escape(node)}\b", line)]
+        output = [*self._output.get(place, ()), *(about or self._srun_output)]
+        return "\n".join(dict.fromkeys(output)) or self._ended.get(place, "")
 
     @property
-    def srun_words(self) -> str:
+    def srun_output(self) -> str:
         """The last line printed by srun itself."""
-        return self._srun_said[-1] if self._srun_said else ""
+        return self._srun_output[-1] if self._srun_output else ""
 
     async def _read(self, process: Process) -> None:
         assert process.stdout is not None
@@ -130,9 +130,9 @@ class SrunStep:
             labelled = _LABELLED.fullmatch(text)
             if labelled and int(labelled[1]) < len(self.places):
                 place = self.places[int(labelled[1])]
-                self._said.setdefault(place, deque(maxlen=_LINES_KEPT)).append(labelled[2])
+                self._output.setdefault(place, deque(maxlen=_LINES_KEPT)).append(labelled[2])
             elif _HARMLESS not in text:
-                self._srun_said.append(text)
+                self._srun_output.append(text)
                 if ended := _ENDED.match(text):
                     self._note_ends(ended[1], ended[2])
 

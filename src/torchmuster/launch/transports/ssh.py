@@ -56,8 +56,8 @@ def ssh_command(host: str, program: Sequence[str], *, lost_after_s: float) -> li
     """
     remote = " ".join(shlex.quote(word) for word in program)
     # ssh exits after this many unanswered keep-alive messages.
-    asked = max(1, int(lost_after_s // _ALIVE_EVERY_S))
-    patience = ("-o", f"ServerAliveCountMax={asked}")
+    keep_alives = max(1, int(lost_after_s // _ALIVE_EVERY_S))
+    patience = ("-o", f"ServerAliveCountMax={keep_alives}")
     return ["ssh", *_OPTIONS, *patience, "--", host, f"exec {remote}"]
 
 
@@ -148,8 +148,8 @@ class SshTransport:
                 await channel.kill()
                 raise
         if first is None:
-            words, code = channel.why_closed(), channel.exit_code or 0
-            self._failed.setdefault(place, diagnose_ssh(name, self._python, code, words))
+            output, code = channel.why_closed(), channel.exit_code or 0
+            self._failed.setdefault(place, diagnose_ssh(name, self._python, code, output))
             await channel.kill()
             return
         self._arrive(place, _Greeted(channel, first))
@@ -274,10 +274,10 @@ _CAUSES = (
 )
 
 
-def diagnose_ssh(host: str, python: str, code: int, words: str) -> protocol.Trouble:
+def diagnose_ssh(host: str, python: str, code: int, output: str) -> protocol.Trouble:
     """Return the cause and the fix for a failure of ssh."""
     cause = next(
-        (candidate for candidate in _CAUSES if re.search(candidate.says, words, re.IGNORECASE)),
+        (candidate for candidate in _CAUSES if re.search(candidate.says, output, re.IGNORECASE)),
         _Cause(
             name="ssh-failed",
             says="",
@@ -286,14 +286,14 @@ def diagnose_ssh(host: str, python: str, code: int, words: str) -> protocol.Trou
         ),
     )
     # ssh's output names the file with the old key.
-    forget = re.search(r"ssh-keygen -f .+", words)
+    forget = re.search(r"ssh-keygen -f .+", output)
     known = {
         "host": host,
         "code": code,
         "python": shlex.quote(python),
         "forget": forget[0].strip() if forget else f"ssh-keygen -R {host}",
     }
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     return protocol.Trouble(
         name=cause.name,
         what=f"cannot connect to host {host}",

@@ -71,9 +71,9 @@ def may_go_back(
         return Decision(value=False, reason=f"job {job} is not requeued: {why_not}")
     answer = ask(["scontrol", "show", "job", job])
     if answer is None or answer.code != 0:
-        said = answer.err if answer is not None else "scontrol is not installed on this host"
+        error = answer.err if answer is not None else "scontrol is not installed on this host"
         reason = (
-            f"job {job} is not requeued: {said}; in a container, add this line to the job script after muster: "
+            f"job {job} is not requeued: {error}; in a container, add this line to the job script after muster: "
             f"{requeue_line(environment)}"
         )
         return Decision(value=False, reason=reason)
@@ -100,8 +100,8 @@ def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str | None:
     answer = ask(["scontrol", "requeue", job])
     if answer is not None and answer.code == 0:
         return None
-    said = answer.err if answer is not None else "scontrol is not installed on this host"
-    return f"job {job} is not requeued: {said}"
+    error = answer.err if answer is not None else "scontrol is not installed on this host"
+    return f"job {job} is not requeued: {error}"
 
 
 def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> RunFolder | None:
@@ -109,11 +109,11 @@ def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> Ru
     job = job_id(environment)
     if job is None or environment.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
-    words = redact_command(spec.command)
+    parts = redact_command(spec.command)
     for run in list_runs(root):
         known = run_state.read_job(run)
         # Arguments about the run folder are at the end of the command.
-        if known is not None and known.slurm_job == job and known.command[: len(words)] == words:
+        if known is not None and known.slurm_job == job and known.command[: len(parts)] == parts:
             return run
     return None
 
@@ -259,13 +259,13 @@ def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
             why=f"srun cannot give all of them to one step: {_few(each)}",
             fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(gpus)}",
         )
-    has, asked = allocation.gpus_per_node, spec.ranks
+    has, requested = allocation.gpus_per_node, spec.ranks
     # Where Slurm reports no GPUs, the nodes are queried later.
-    if has and not spec.share and asked is not None and asked > has:
+    if has and not spec.share and requested is not None and requested > has:
         raise Impossible(
-            f"{plural(asked, 'GPU')} per node requested, but {job} has {has}",
+            f"{plural(requested, 'GPU')} per node requested, but {job} has {has}",
             why="Slurm allocates only the GPUs that a job requests",
-            fix=f"sbatch --gpus-per-node={asked}, or --ranks {has}",
+            fix=f"sbatch --gpus-per-node={requested}, or --ranks {has}",
         )
 
 
@@ -330,6 +330,6 @@ def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
 
 
-def _few(words: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(words[:8])
-    return shown if len(words) <= 8 else f"{shown} and {len(words) - 8} more"
+def _few(parts: tuple[str, ...] | list[str]) -> str:
+    shown = ", ".join(parts[:8])
+    return shown if len(parts) <= 8 else f"{shown} and {len(parts) - 8} more"
