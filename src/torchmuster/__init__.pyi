@@ -40,7 +40,6 @@ from torchmuster.train.data.worker_processes import ignore_signals_in_workers as
 from torchmuster.train.evaluate import evaluate as evaluate
 from torchmuster.train.losses import cross_entropy as cross_entropy
 from torchmuster.train.losses import language_model as language_model
-from torchmuster.train.reports import Reports as Reports
 from torchmuster.train.models.blocks import compile_blocks as compile_blocks
 from torchmuster.train.models.blocks import recompute_blocks as recompute_blocks
 from torchmuster.train.models.lora import add_lora as add_lora
@@ -50,6 +49,7 @@ from torchmuster.train.optimizers import schedule as schedule
 from torchmuster.train.out_of_memory import oom_report as oom_report
 from torchmuster.train.precision import choose_precision as choose_precision
 from torchmuster.train.precision import precision_support as precision_support
+from torchmuster.train.reports import Reports as Reports
 from torchmuster.train.seeds import seed_everything as seed_everything
 from torchmuster.train.step import TrainStep as TrainStep
 from torchmuster.train.stop_request import StopRequest as StopRequest
