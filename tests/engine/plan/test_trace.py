@@ -480,7 +480,7 @@ def test_nothing_says_what_a_batch_looks_like(own: Work, snapshot: SnapshotAsser
 def test_a_model_of_fewer_layers_is_the_same_otherwise(own: Work) -> None:
     candidate = single(micro_batch_size=2, accumulation=2)
     built: BuiltStep = build_step(own, candidate, made_up_world(), blocks=3)
-    assert [len(built.blocks), built.depth.blocks] == [3, 5]
+    assert [len(built.blocks), built.whole.blocks] == [3, 5]
     assert built.train().applied
     step = built.step(1)
     assert [step.rounds, step.samples, len(list(step))] == [2, 4, 2]

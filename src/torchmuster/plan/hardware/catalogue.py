@@ -63,7 +63,7 @@ class KnownGpu:
     has_nvlink: bool  # usually
     network_bytes_s: float
     network_is_shared: bool  # by the whole machine; otherwise every GPU has its own
-    words: frozenset[str]  # all of them occur in the driver's name of the GPU
+    name_parts: frozenset[str]  # all of them occur in the driver's name of the GPU
     model: frozenset[str]  # those that name the model; the rest are its forms
     cards_per_machine: int = _USUAL_GPUS_PER_MACHINE
 
@@ -92,8 +92,8 @@ def _known(entry: Mapping[str, Any], link: Mapping[str, Any]) -> KnownGpu:
         has_nvlink=link.get("nvlink", False),
         network_bytes_s=link["network_gbits"] * _GBIT,
         network_is_shared=link.get("network_is_shared", False),
-        words=_words(entry["words"]),
-        model=_words(entry["words"].split()[0]),
+        name_parts=_parts_of(entry["words"]),
+        model=_parts_of(entry["words"].split()[0]),
         cards_per_machine=link.get("gpus_per_machine", _USUAL_GPUS_PER_MACHINE),
     )
 
@@ -118,18 +118,18 @@ def known_gpu(name: str) -> KnownGpu:
 
 def find_gpu(name: str) -> KnownGpu | None:
     """Return a GPU by a driver's name, or None if it is not in the catalogue."""
-    wanted = _words(name)
+    wanted = _parts_of(name)
     fitting = []
     for known in all_known():
         is_model = bool(wanted) and known.model <= wanted
-        if is_model and wanted <= known.words | _words(known.card.name):
+        if is_model and wanted <= known.name_parts | _parts_of(known.card.name):
             fitting.append(known)
     if not fitting:
         return None
-    return max(fitting, key=lambda known: (len(wanted & known.words), -len(known.words)))
+    return max(fitting, key=lambda known: (len(wanted & known.name_parts), -len(known.name_parts)))
 
 
-def _words(name: str) -> frozenset[str]:
+def _parts_of(name: str) -> frozenset[str]:
     """Return the identifying words of a name: ``NVIDIA A100-SXM4-80GB`` is a100 and 80gb."""
     text = " ".join(re.findall(r"[a-z0-9]+", name.lower()))
     text = re.sub(r"(\d+) gb\b", r"\1gb", text)

@@ -40,36 +40,18 @@ from torchmuster.train.world import World
 _LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Depth:
-    """The number of repeated layers of a model, and whether they are all alike."""
-
-    blocks: int
-    alike: bool  # of one class, in one list, with parameters of the same shapes
-
-
-def depth_of(model: nn.Module) -> Depth:
-    """Return the depth of a model from its repeated layers."""
-    blocks = repeated_blocks(model)
-    alike = (
-        bool(blocks)
-        and _list_of(model, blocks) is not None
-        and len(set(map(_shapes_of, blocks))) == 1
-    )
-    return Depth(blocks=len(blocks), alike=alike)
-
-
 def cut(model: nn.Module, blocks: int) -> None:
     """Keep the first ``blocks`` repeated layers, in place; unchanged if the layers differ."""
-    found = repeated_blocks(model)
-    holder = _list_of(model, found)
-    if holder is None or not depth_of(model).alike or blocks >= len(found):
+    whole = repeated_blocks(model)
+    holder = _list_of(model, whole)
+    if holder is None or len(set(map(_shapes_of, whole))) != 1 or blocks >= len(whole):
         return
     before = children_of(holder)
-    left_out = {id(one) for one in found[blocks:]}
-    for place in reversed([at for at, one in enumerate(holder) if id(one) in left_out]):
-        del holder[place]
-    if list(map(id, repeated_blocks(model))) != list(map(id, found[:blocks])):
+    removed = set(map(id, whole[blocks:]))
+    for index in reversed(range(len(holder))):
+        if id(holder[index]) in removed:
+            del holder[index]
+    if list(map(id, repeated_blocks(model))) != list(map(id, whole[:blocks])):
         # With so few layers, others look like the repeated ones, and would be sharded instead.
         put_children(holder, before)
 
@@ -92,7 +74,7 @@ def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
 
 def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Sequential | None:
     """Return the module list that holds all blocks."""
-    wanted = {id(one) for one in blocks}
+    wanted = set(map(id, blocks))
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and wanted <= set(map(id, module)):
             return module
@@ -100,11 +82,18 @@ def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Se
 
 
 def _shapes_of(block: nn.Module) -> tuple[object, ...]:
-    parameters = (
-        (name, tuple(one.shape), one.dtype, one.requires_grad)
-        for name, one in block.named_parameters()
-    )
-    return (type(block), *parameters)
+    shapes: list[object] = [type(block)]
+    for name, weight in block.named_parameters():
+        shapes.append((name, tuple(weight.shape), weight.dtype, weight.requires_grad))
+    return tuple(shapes)
+
+
+class WholeModel(NamedTuple):
+    """The size of a model with all its repeated layers."""
+
+    blocks: int
+    parameters: int
+    trained: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +110,7 @@ class BuiltStep:
     loss: losses.Loss
     precision: Precision
     blocks: tuple[nn.Module, ...]  # its repeated layers
-    depth: Depth  # of the whole model
-    parameter_count: int  # of the whole model
-    trained_count: int
+    whole: WholeModel
     _sample: Callable[[], Any]  # one sample, to be collated
 
     def step(self, number: int = 0) -> Step:
@@ -175,7 +162,7 @@ def build_step(
 
 def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> BuiltStep:
     with values_matter(world):
-        model, depth, counts = _model(work, candidate, world, blocks)
+        model, whole = _model(work, candidate, world, blocks)
         sample = _sample_of(work, model)
     recompute = candidate.recompute
     if isinstance(recompute, int):
@@ -212,9 +199,7 @@ def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -
         loss=_loss(work),
         precision=precision,
         blocks=found,
-        depth=depth,
-        parameter_count=counts.parameters,
-        trained_count=counts.trained,
+        whole=whole,
         _sample=sample,
     )
 
@@ -251,30 +236,24 @@ def sharding_of(candidate: Candidate) -> Sharding | None:
     return Sharding(kind=kind, cpu_offload=candidate.cpu_offload)  # type: ignore[arg-type]
 
 
-class _Counts(NamedTuple):
-    """The parameter counts of a whole model."""
-
-    parameters: int
-    trained: int
-
-
 def _model(
     work: Work, candidate: Candidate, world: World, blocks: int | None
-) -> tuple[nn.Module, Depth, _Counts]:
-    """Return a model without memory with ``blocks`` repeated layers, and counts of the whole."""
+) -> tuple[nn.Module, WholeModel]:
+    """Return a model without memory with ``blocks`` repeated layers, and the size of the whole."""
     recipe = _recipe(work)
     compute = PRECISIONS[candidate.precision].compute if work.load_in_4bit else None
     if recipe.files is not None and world.backend == "fake":
         config = (recipe.files.folder / "config.json").read_bytes()
-        whole, depth, counts = _of_transformers(recipe, Path.cwd(), config, compute)
-        model = copied_with(whole, blocks)
+        sketch = _of_transformers(recipe, Path.cwd(), config, compute)
+        model = copied_with(sketch, blocks)
+        whole = _size_of(sketch)
     else:  # a custom model may have closures over its modules, which a copy would share
 
         def make() -> nn.Module:
             return _sketch(recipe, compute)
 
         model = sketch = build_on_meta(make)
-        depth, counts = depth_of(sketch), _counts(sketch)
+        whole = _size_of(sketch)
         if world.backend != "fake":
             model = build_for(candidate.strategy, make, world, seed=0, sketch=sketch)
         if blocks is not None:
@@ -283,19 +262,18 @@ def _model(
         check_tokens(
             getattr(model, "config", None), vocabulary=None, sequence_length=work.sequence_length
         )
-    return model, depth, counts
+    return model, whole
 
 
 @functools.lru_cache(maxsize=2)
 def _of_transformers(
     recipe: ModelRecipe, folder: Path, config: bytes, compute: torch.dtype | None
-) -> tuple[nn.Module, Depth, _Counts]:
+) -> nn.Module:
     """Return a whole model, cached: a process traces it many times, with copies of a few layers.
 
     ``folder`` and ``config`` are the other inputs of the model.
     """
-    model = build_on_meta(lambda: _sketch(recipe, compute))
-    return model, depth_of(model), _counts(model)
+    return build_on_meta(lambda: _sketch(recipe, compute))
 
 
 def _sketch(recipe: ModelRecipe, compute: torch.dtype | None) -> nn.Module:
@@ -323,10 +301,12 @@ def _recipe(work: Work) -> ModelRecipe:
     )
 
 
-def _counts(model: nn.Module) -> _Counts:
-    parameters = list(model.parameters())
-    trained = sum(one.numel() for one in parameters if one.requires_grad)
-    return _Counts(parameters=sum(one.numel() for one in parameters), trained=trained)
+def _size_of(model: nn.Module) -> WholeModel:
+    parameters = trained = 0
+    for weight in model.parameters():
+        parameters += weight.numel()
+        trained += weight.numel() * weight.requires_grad
+    return WholeModel(len(repeated_blocks(model)), parameters, trained)
 
 
 def _loss(work: Work) -> losses.Loss:

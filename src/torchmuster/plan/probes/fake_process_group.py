@@ -137,15 +137,15 @@ def forget_values(model: nn.Module, world: World) -> None:
     without: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied parameters stay tied
     for module in model.modules():
         for holder in parameters_and_buffers(module):
-            for name, one in holder.items():
-                if one is None:
+            for name, tensor in holder.items():
+                if tensor is None:
                     continue
-                if id(one) not in without:
-                    room = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
-                    if isinstance(one, nn.Parameter):
-                        room = nn.Parameter(room, requires_grad=one.requires_grad)
-                    without[id(one)] = one, room
-                holder[name] = without[id(one)][1]
+                if id(tensor) not in without:
+                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    without[id(tensor)] = tensor, empty
+                holder[name] = without[id(tensor)][1]
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _four_bit(layer: Any, compute: torch.dtype, library: Any) -> nn.Module:
 
 def quantize_without_memory(model: nn.Module) -> None:
     """Give 4-bit layers whose weights have no memory the tensors of quantized ones, in place."""
-    layers = [one for one in model.modules() if _is_four_bit(one)]
+    layers = [layer for layer in model.modules() if _is_four_bit(layer)]
     if not layers:
         return
     library = bitsandbytes()
@@ -105,11 +105,12 @@ def _is_four_bit(module: nn.Module) -> bool:
 
 def quantization_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the scales and tables of 4-bit weights, which are neither parameters nor buffers."""
-    for one in model.parameters():
-        state = getattr(one, "quant_state", None)
+    for weight in model.parameters():
+        state = getattr(weight, "quant_state", None)
         while state is not None:
-            found = (state.absmax, state.code, state.offset)
-            yield from (each for each in found if each is not None)
+            for tensor in (state.absmax, state.code, state.offset):
+                if tensor is not None:
+                    yield tensor
             state = state.state2
 
 

@@ -105,10 +105,10 @@ def _record(
     return TraceRecord(
         request=request,
         blocks_traced=len(built.blocks),
-        blocks=built.depth.blocks,
+        blocks=built.whole.blocks,
         parameters=tuple(_shapes(built)),
-        parameter_count=built.parameter_count,
-        trained_count=built.trained_count,
+        parameter_count=built.whole.parameters,
+        trained_count=built.whole.trained,
         tokens_per_sample=request.work.sequence_length,
         input_bytes=input_bytes,
         host_bytes=host_bytes,

@@ -67,26 +67,26 @@ def _of_memory(promise: Promise, measured: MeasuredRun) -> list[str]:
     if measured.tensor_bytes is None:
         return ["memory is not measured on the CPU; muster plan --verify measures it"]
     ratio = measured.tensor_bytes / promise.tensor_bytes
-    words = (
+    text = (
         f"memory {format_bytes(measured.tensor_bytes)} of {format_bytes(promise.tensor_bytes)} "
         f"planned ({signed_percent(ratio)})"
     )
     if ratio > 1 + MEMORY_BAND:
-        words += ", more than planned: an evaluation or longer samples may run out of memory"
-    return [words]
+        text += ", more than planned: an evaluation or longer samples may run out of memory"
+    return [text]
 
 
 def _of_time(promise: Promise, measured: MeasuredRun) -> list[str]:
     if promise.step_s is None:
         return []
     ratio = measured.step_s / promise.step_s
-    words = (
+    text = (
         f"a step takes {step_seconds(measured.step_s)}, planned {step_seconds(promise.step_s)} "
         f"({signed_percent(ratio)})"
     )
     if ratio > TIME_BAND:
-        words += ", slower than planned: the shares in the step line show what it waits for"
-    return [words]
+        text += ", slower than planned: the shares in the step line show what it waits for"
+    return [text]
 
 
 def signed_percent(ratio: float) -> str:

@@ -104,7 +104,9 @@ class Tracer:
             self._worker = None
         if self._worker is None:
             if not Path(folder).is_dir():
-                return TraceRefused(what=f"cannot trace in {folder!r}", why="there is no such folder")
+                return TraceRefused(
+                    what=f"cannot trace in {folder!r}", why="there is no such folder"
+                )
             self._worker = _Worker(folder)
         line = self._worker.answer(request, lambda text: self._say(f"{doing}: {text}"))
         if not line.endswith(b"\n"):
