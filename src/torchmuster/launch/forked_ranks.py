@@ -110,6 +110,8 @@ def _be_rank(program: RankProgram, rank: int, port: int, store: socket.socket | 
     if numpy is not None:
         numpy.random.seed()  # Python does this after a fork for its own generator
     tempfile.tempdir = None  # another one than that of the process from which this one was forked
+    # The same for the sockets of loader workers; muster prove refuses writes to that of the parent process.
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     os.chdir(program.folder)
     log = os.open(program.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for descriptor in (1, 2):
