@@ -405,7 +405,7 @@ def _refuse_if_cuda_has_started(devices: Sequence[Device]) -> None:
         why="CUDA reads CUDA_VISIBLE_DEVICES once, at initialization; a later change has no effect",
         fix="select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, including "
         "torch.cuda.is_available()), or start the program with: "
-        "muster gpus pick --gpu-ids … -- python …",
+        "muster gpus pick --gpu-ids … python …",
     )
 
 

@@ -112,7 +112,7 @@ def test_select_refuses_what_cannot_be(machine: Machine, snapshot: SnapshotAsser
 def test_a_gpu_claimed_by_another_process_is_not_selected(machine: Machine) -> None:
     machine(scenarios.eight_a100_idle())
     program = "import sys; print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-m", "torchmuster", "gpus", "pick", "--num", "7", "--"]
+    command = [sys.executable, "-m", "torchmuster", "gpus", "pick", "--num-gpus", "7", "--"]
     with subprocess.Popen(
         [*command, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
@@ -146,7 +146,7 @@ TOO_LATE = [
     "CUDA reads CUDA_VISIBLE_DEVICES once, at initialization; a later change has no effect",
     "select GPUs before anything uses CUDA (.cuda(), .to('cuda'), torch.cuda.…, including "
     "torch.cuda.is_available()), or start the program with: "
-    "muster gpus pick --gpu-ids … -- python …",
+    "muster gpus pick --gpu-ids … python …",
 ]
 
 

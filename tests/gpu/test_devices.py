@@ -48,9 +48,9 @@ def test_each_rank_gets_a_gpu_of_its_own(muster: Muster, tmp_path: Path) -> None
 
 
 def test_a_claimed_gpu_is_not_given_again(muster: Muster) -> None:
-    picked = muster("gpus", "pick", "--num", "1").split()
+    picked = muster("gpus", "pick", "--num-gpus", "1").split()
     count = str(len([gpu for gpu in listed_gpus(muster) if gpu["mig_index"] is None]))
-    claiming = [sys.executable, "-m", "torchmuster", "gpus", "pick", "--num", "1", "--"]
+    claiming = [sys.executable, "-m", "torchmuster", "gpus", "pick", "--num-gpus", "1", "--"]
     script = "print('claimed', flush=True); input()"
     with subprocess.Popen(
         [*claiming, sys.executable, "-c", script],
@@ -60,9 +60,9 @@ def test_a_claimed_gpu_is_not_given_again(muster: Muster) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "claimed\n"
-        muster("gpus", "pick", "--num", count, exit_codes=(ExitCode.NOT_NOW,))
+        muster("gpus", "pick", "--num-gpus", count, exit_codes=(ExitCode.NOT_NOW,))
         holder.communicate("\n")
-    assert muster("gpus", "pick", "--num", "1").split() == picked
+    assert muster("gpus", "pick", "--num-gpus", "1").split() == picked
 
 
 def test_cuda_has_started_only_after_its_start() -> None:

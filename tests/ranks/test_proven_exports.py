@@ -164,6 +164,6 @@ def test_the_commands_prove_an_image_classifier(
     assert "tensors equal to those of checkpoint" in done.out
     assert "AutoModelForImageClassification" in done.out
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
-    done = muster("checkpoint", "export", "--adapter", "--to", "other")
+    done = muster("checkpoint", "export", "--merge", "--to", "other")
     assert done.code == 2
     assert not (tmp_path / "other").exists()

@@ -35,7 +35,7 @@ def server(machine: Machine, own_machine: Path) -> Path:
 def free(muster: Muster) -> set[str]:
     """Return the GPUs that somebody else could have now."""
     for count in range(8, 0, -1):
-        picked = muster("gpus", "pick", "--num", str(count))
+        picked = muster("gpus", "pick", "--num-gpus", str(count))
         if picked.code == 0:
             return set(picked.out.strip().split(","))
         assert picked.code == 3, picked

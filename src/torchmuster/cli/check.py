@@ -1,6 +1,5 @@
 """``muster check``: check whether hosts can train together."""
 
-import argparse
 import dataclasses
 import shlex
 import shutil
@@ -9,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, output, parsers, slurm_run
+from torchmuster.cli import jobs, output, slurm_run
 from torchmuster.cli.launching import hosts_for
-from torchmuster.cli.options import JoinOptions, add_options, flag
+from torchmuster.cli.options import JoinOptions, command, flag
 from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
@@ -36,27 +35,19 @@ class CheckOptions(JoinOptions):
     html: Path | None = flag("also write the report to FILE", parse=Path, metavar="FILE")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster check``."""
-    parser.description = (
-        f"{parser.description}\nConnects to the hosts, checks each, tests the connections "
-        "between them in "
-        "both directions, and\nruns real ranks and compares their results. Reports what is "
-        "wrong, why, "
-        "and how to fix it."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster check                      this machine: a rank on each GPU, or two on the CPU",
-            "muster check --hosts a,b:2,c      three hosts over ssh",
-            "muster check --join               this machine, and one that joins with a code",
-            "muster check --slurm --nodes 4    as a Slurm job; inside a job, leave out --slurm",
-        ],
-    )
-    add_options(parser, CheckOptions, run)
-
-
+@command(
+    CheckOptions,
+    more="""
+    Connects to the hosts, checks each, tests the connections between them in both directions, and
+    runs real ranks and compares their results. Reports what is wrong, why, and how to fix it.
+    """,
+    examples=[
+        "muster check                      this machine: a rank on each GPU, or two on the CPU",
+        "muster check --hosts a,b:2,c      three hosts over ssh",
+        "muster check --join               this machine, and one that joins with a code",
+        "muster check --slurm --nodes 4    as a Slurm job; inside a job, leave out --slurm",
+    ],
+)
 def run(options: CheckOptions) -> int:
     """Check the hosts and return the exit code."""
     if options.html is not None and not options.html.absolute().parent.is_dir():

@@ -1,9 +1,8 @@
 """``muster checkpoint``: list and verify checkpoints, and export their weights."""
 
-import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +14,8 @@ from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_
 from torchmuster.checkpoints.model_class import class_in_folder
 from torchmuster.checkpoints.store import Store, open_store, step_of
 from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import Command, JsonOptions, RunsOptions, argument, command, flag
 from torchmuster.cli.which_run import choose_run
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
@@ -26,6 +26,111 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_bytes, plural
 
 BEST = "best"  # as a checkpoint's name
+SAY_EVERY_S = 5.0
+UNFINISHED = "checkpoint-unfinished"  # the finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions(RunsOptions):
+    """Where the checkpoints are."""
+
+    place: str = argument(
+        "a run's id or folder, a folder or URL with checkpoints, or a checkpoint (default: last)",
+        default="last",
+        metavar="PLACE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameOptions(PlaceOptions):
+    """One of the checkpoints."""
+
+    name: str = argument(
+        "a checkpoint's name, its step, or: best (by checkpoint.keep_best)",
+        default="",
+        metavar="NAME",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(PlaceOptions, JsonOptions):
+    """The flags of ``muster checkpoint list``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(NameOptions, JsonOptions):
+    """The flags of ``muster checkpoint verify``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(NameOptions):
+    """The flags of ``muster checkpoint export``."""
+
+    to: Path = flag("a folder that does not exist yet", required=True, parse=Path, metavar="FOLDER")
+    merge: bool = flag(
+        "LoRA: merge the adapter into the base model's weights (needs memory for the whole model)",
+        default=False,
+    )
+    dtype: str | None = flag(
+        "convert the weights (default: the dtype in the checkpoint)",
+        choices=("float32", "bfloat16", "float16"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A checkpoint, and what is wrong with it."""
+
+    name: str
+    manifest: Manifest | None
+    findings: list[Finding]
+    # The metrics by which it is the best of its run.
+    best: Mapping[str, float] | None = None
+
+    @property
+    def damage(self) -> list[Finding]:
+        """The findings other than that it is unfinished."""
+        return [finding for finding in self.findings if finding.name != UNFINISHED]
+
+    def state(self, good: str) -> str:
+        """Return its state; ``good`` is that of a checkpoint without findings."""
+        if self.damage:
+            return "damaged"
+        return "unfinished" if self.findings else good
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its row in the list."""
+        step, state, manifest = str(step_of(self.name)), self.state("complete"), self.manifest
+        if manifest is None:
+            return self.name, step, "-", "-", "-", "-", state
+        if self.best is not None:
+            metrics = [f"{harmless(name)} {value:.4g}" for name, value in self.best.items()]
+            state = f"{state}, best {', '.join(metrics)}"
+        saved = datetime.fromtimestamp(manifest.made_unix_s).astimezone()
+        return (
+            self.name,
+            step,
+            f"{saved:%Y-%m-%d %H:%M:%S}",
+            str(manifest.world_size),
+            manifest.strategy,
+            format_bytes(manifest.size_bytes),
+            state,
+        )
+
+    def as_json(self, good: str) -> dict[str, object]:
+        """Return it as plain JSON types."""
+        manifest = self.manifest
+        return {
+            "name": self.name,
+            "step": step_of(self.name),
+            "state": self.state(good),
+            "made_unix_s": manifest.made_unix_s if manifest else None,
+            "world_size": manifest.world_size if manifest else None,
+            "strategy": manifest.strategy if manifest else None,
+            "global_batch_size": manifest.global_batch_size if manifest else None,
+            "size_bytes": manifest.size_bytes if manifest else None,
+            "findings": [finding.as_json() for finding in self.findings],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +156,10 @@ class Meant:
                 )
             return [best.name]
         step = int(self.wanted) if self.wanted.isdecimal() and len(self.wanted) < 16 else None
-        chosen = [
-            one
-            for one in names
-            if one == self.wanted or (step is not None and step_of(one) == step)
-        ]
+        chosen = []
+        for name in names:
+            if name == self.wanted or (step is not None and step_of(name) == step):
+                chosen.append(name)
         if not chosen:
             known = ", ".join(names[:5])
             raise Impossible(
@@ -116,218 +220,83 @@ def _settings_of(run: RunFolder) -> Settings | None:
         return None
 
 
-_SAID_EVERY_S = 5.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``list``, ``verify`` and ``export``."""
-    parsers.show_examples(
-        parser,
-        [
-            "muster checkpoint list                         list the checkpoints of the last run",
-            "muster checkpoint verify s3://bucket/run       read every file and check its hash",
-            "muster checkpoint export last --to my-model    export the newest good checkpoint",
-            "muster checkpoint export last best --to my-model    export the best one",
-        ],
-    )
-    parts = parser.add_subparsers(title="actions", metavar="ACTION")
-
-    listing = parsers.add_action(
-        parts,
-        "list",
-        "list checkpoints, newest first",
-        more="Checks file sizes only; verify also checks the content.",
-        examples=["muster checkpoint list", "muster checkpoint list s3://bucket/run --json"],
-    )
-    _add_place(listing, name=False)
-    parsers.add_json_flag(listing)
-    listing.set_defaults(run=_list)
-
-    check = parsers.add_action(
-        parts,
-        "verify",
-        "read checkpoints and check the hash of every file",
-        more="The exit code is 1 if a checkpoint is damaged, or if the checkpoint NAME is unfinished.",
-        examples=["muster checkpoint verify", "muster checkpoint verify last 120"],
-    )
-    _add_place(check)
-    parsers.add_json_flag(check)
-    check.set_defaults(run=_verify)
-
-    export = parsers.add_action(
-        parts,
-        "export",
-        "write a checkpoint's weights as safetensors that transformers loads",
-        more="Without NAME, exports the newest good checkpoint. Verifies it first. A separate process "
-        "then\ncompares every name with those that transformers or peft expects, and every tensor with "
-        "the\ncheckpoint's; for merged weights the logits. For a LoRA run, writes an adapter that peft "
-        "loads.",
-        examples=[
-            "muster checkpoint export --to my-model",
-            "muster checkpoint export --merge --dtype bfloat16 --to my-model",
-        ],
-    )
-    _add_place(export)
-    export.add_argument(
-        "--to", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
-    )
-    what = export.add_mutually_exclusive_group()
-    what.add_argument(
-        "--merge",
-        action="store_true",
-        help="LoRA: merge the adapter into the base model's weights (needs memory for the whole model)",
-    )
-    what.add_argument(
-        "--adapter", action="store_true", help="LoRA: write the adapter alone (default)"
-    )
-    export.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="convert the weights (default: the dtype in the checkpoint)",
-    )
-    export.set_defaults(run=_export)
-
-
-def _add_place(parser: argparse.ArgumentParser, *, name: bool = True) -> None:
-    parser.add_argument(
-        "place",
-        nargs="?",
-        default="last",
-        metavar="PLACE",
-        help="a run's id or folder, a folder or URL with checkpoints, or a checkpoint (default: last)",
-    )
-    if name:
-        parser.add_argument(
-            "name",
-            nargs="?",
-            default="",
-            metavar="NAME",
-            help="a checkpoint's name, its step, or: best (by checkpoint.keep_best)",
-        )
-    parsers.add_runs_flag(parser)
-
-
-def _list(options: argparse.Namespace) -> int:
-    meant = _checkpoint_place(options)
-    rows = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
-    best = best_manifest(manifest for _, manifest, _ in rows if manifest is not None)
+@command(
+    ListOptions,
+    summary="list checkpoints, newest first",
+    more="Checks file sizes only; verify also checks the content.",
+    examples=["muster checkpoint list", "muster checkpoint list s3://bucket/run --json"],
+)
+def list_checkpoints(options: ListOptions) -> int:
+    """Print the checkpoints."""
+    meant = meant_by(options.place, "", runs=options.runs)
+    found = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
+    best = best_manifest(manifest for _, manifest, _ in found if manifest is not None)
+    seen = []
+    for name, manifest, findings in found:
+        metrics = None
+        if best is not None and manifest is best:
+            metrics = dict(best.best or {})
+        seen.append(Seen(name=name, manifest=manifest, findings=findings, best=metrics))
     if options.json:
-        output.print_json(
-            [
-                _checkpoint_as_json(*row)
-                | {"best": dict(best.best or {}) if best is not None and row[1] is best else None}
-                for row in rows
-            ]
-        )
+        output.print_json([row.as_json("complete") | {"best": row.best} for row in seen])
         return ExitCode.GOOD
-    if not rows:
+    if not seen:
         output.print_text(f"no checkpoints in {meant.store.where}")
         return ExitCode.GOOD
-    table: list[tuple[str, ...]] = [("step", "saved", "ranks", "strategy", "size", "state", "name")]
-    table += [_checkpoint_cells(*row, is_best=best is not None and row[1] is best) for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        output.print_text("  ".join(_aligned(row, widths)).rstrip())
-    findings = [one for _, _, found in rows for one in found if _is_damage(one)]
-    if findings:
-        output.show_findings(findings, sys.stdout)
+    head = ("name", "step", "saved", "ranks", "strategy", "size", "state")
+    output.print_table([head, *(row.cells() for row in seen)])
+    damage = [finding for row in seen for finding in row.damage]
+    if damage:
+        output.show_findings(damage, sys.stdout)
     return ExitCode.GOOD
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    numbers = (0, 2, 4)
-    return [
-        cell.rjust(width) if column in numbers else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-
-
-def _checkpoint_cells(
-    name: str, manifest: Manifest | None, findings: list[Finding], *, is_best: bool
-) -> tuple[str, ...]:
-    step, state = str(step_of(name)), _checkpoint_state(findings)
-    if manifest is None:
-        return step, "-", "-", "-", "-", state, name
-    if is_best:
-        metrics = ", ".join(
-            f"{harmless(one)} {value:.4g}" for one, value in (manifest.best or {}).items()
-        )
-        state = f"{state}, best {metrics}"
-    saved = datetime.fromtimestamp(manifest.made_unix_s).astimezone()
-    size = format_bytes(manifest.size_bytes)
-    ranks, strategy = str(manifest.world_size), harmless(manifest.strategy)
-    return step, f"{saved:%Y-%m-%d %H:%M:%S}", ranks, strategy, size, state, name
-
-
-def _checkpoint_state(findings: list[Finding]) -> str:
-    if not findings:
-        return "complete"
-    return "damaged" if any(_is_damage(one) for one in findings) else "unfinished"
-
-
-def _is_damage(finding: Finding) -> bool:
-    return finding.name != "checkpoint-unfinished"
-
-
-def _checkpoint_as_json(
-    name: str, manifest: Manifest | None, findings: list[Finding]
-) -> dict[str, object]:
-    return {
-        "name": name,
-        "step": step_of(name),
-        "state": _checkpoint_state(findings),
-        "made_unix_s": manifest.made_unix_s if manifest else None,
-        "world_size": manifest.world_size if manifest else None,
-        "strategy": manifest.strategy if manifest else None,
-        "global_batch_size": manifest.global_batch_size if manifest else None,
-        "size_bytes": manifest.size_bytes if manifest else None,
-        "findings": [one.as_json() for one in findings],
-    }
-
-
-def _verify(options: argparse.Namespace) -> int:
-    meant = _checkpoint_place(options)
-    rows = []
+@command(
+    VerifyOptions,
+    summary="read checkpoints and check the hash of every file",
+    more="The exit code is 1 if a checkpoint is damaged, or if the checkpoint NAME is unfinished.",
+    examples=["muster checkpoint verify", "muster checkpoint verify last 120"],
+)
+def verify(options: VerifyOptions) -> int:
+    """Read every file and print a verdict on each checkpoint."""
+    meant = meant_by(options.place, options.name, runs=options.runs)
+    seen = []
     for name in meant.names():
-        manifest, _ = look_at_checkpoint(meant.store, name)
-        findings = verify_checkpoint(
-            meant.store, name, on_bytes=_Progress(f"{name}: read", manifest)
-        )
-        rows.append((name, manifest, findings))
+        row = _verified(meant.store, name)
+        seen.append(row)
         if not options.json:
-            _show_verdict(name, manifest, findings)
+            _show_verdict(row)
     if options.json:
-        output.print_json(
-            [_checkpoint_as_json(*row) | {"state": _checkpoint_verdict(row[2])} for row in rows]
-        )
-    elif not rows:
+        output.print_json([row.as_json("good") for row in seen])
+    elif not seen:
         output.print_text(f"no checkpoints in {meant.store.where}")
-    failed = [one for _, _, findings in rows for one in findings if meant.wanted or _is_damage(one)]
+    failed = any(row.findings if meant.wanted else row.damage for row in seen)
     return ExitCode.FAILED if failed else ExitCode.GOOD
 
 
-def _checkpoint_verdict(findings: list[Finding]) -> str:
-    return _checkpoint_state(findings) if findings else "good"
-
-
-def _show_verdict(name: str, manifest: Manifest | None, findings: list[Finding]) -> None:
-    if manifest is not None and not findings:
-        size = format_bytes(manifest.size_bytes)
-        output.print_text(f"{name}  good: {len(manifest.files)} files, {size}, all hashes match")
-    else:
-        output.show_findings(findings, sys.stdout)
-
-
-def _export(options: argparse.Namespace) -> int:
-    meant = _checkpoint_place(options)
+@command(
+    ExportOptions,
+    summary="write a checkpoint's weights as safetensors that transformers loads",
+    more="""
+    Without NAME, exports the newest good checkpoint. Verifies it first. A separate process then
+    compares every name with those that transformers or peft expects, and every tensor with the
+    checkpoint's; for merged weights the logits. For a LoRA run, writes an adapter that peft loads.
+    """,
+    examples=[
+        "muster checkpoint export --to my-model",
+        "muster checkpoint export --merge --dtype bfloat16 --to my-model",
+    ],
+)
+def export(options: ExportOptions) -> int:
+    """Export the weights of a checkpoint and check them."""
+    meant = meant_by(options.place, options.name, runs=options.runs)
     beside = meant.model_files()
     has_adapter = beside is not None and (beside / ADAPTER_CONFIG).is_file()
-    if (options.merge or options.adapter) and not has_adapter:
-        flag = "--merge" if options.merge else "--adapter"
+    if options.merge and not has_adapter:
         raise Impossible(
-            f"there is no LoRA adapter to {flag.removeprefix('--') if options.merge else 'write'}",
+            "there is no LoRA adapter to merge",
             why=f"there is no {ADAPTER_CONFIG} for {meant.store.where}; only LoRA runs have one",
-            fix=f"leave out {flag}, or give a LoRA run",
+            fix="leave out --merge, or give a LoRA run",
         )
     manifest = _newest_good(meant)
     checked = CheckResult()
@@ -353,7 +322,7 @@ def _export(options: argparse.Namespace) -> int:
         beside=beside,
         as_it_is=meant.is_own_model(),
         finish=finish,
-        on_bytes=_Progress("written and compared", manifest),
+        on_bytes=_progress("written and compared", manifest),
     )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     tensors = plural(done.tensors, "tensor")
@@ -385,43 +354,61 @@ def _newest_good(meant: Meant) -> Manifest:
     """Return the checkpoint to export after verifying it; print findings on damaged ones."""
     names = meant.names()
     for name in names:
-        manifest, _ = look_at_checkpoint(meant.store, name)
-        findings = verify_checkpoint(
-            meant.store, name, on_bytes=_Progress(f"{name}: read", manifest)
-        )
-        if manifest is not None and not findings:
-            return manifest
-        output.show_findings(findings, sys.stderr)
+        row = _verified(meant.store, name)
+        if row.manifest is not None and not row.findings:
+            return row.manifest
+        output.show_findings(row.findings, sys.stderr)
     if not names:
         raise Impossible(
             f"there are no checkpoints in {meant.store.where}",
             fix="give a run, or a folder or URL with checkpoints: muster checkpoint list PLACE",
         )
     raise MusterError(
-        f"nothing was exported: none of {len(names)} checkpoints is good"
-        if len(names) > 1
-        else f"nothing was exported: {names[0]} is not good",
+        f"nothing was exported: no checkpoint is good ({', '.join(names)})",
         why="the weights of a damaged checkpoint may be wrong without an error",
         fix="give another checkpoint: muster checkpoint list shows them",
     )
 
 
-def _checkpoint_place(options: argparse.Namespace) -> Meant:
-    return meant_by(options.place, getattr(options, "name", ""), runs=options.runs)
+def _verified(store: Store, name: str) -> Seen:
+    """Read a checkpoint, with progress, and return what is wrong with it."""
+    manifest, _ = look_at_checkpoint(store, name)
+    findings = verify_checkpoint(store, name, on_bytes=_progress(f"{name}: read", manifest))
+    return Seen(name=name, manifest=manifest, findings=findings)
 
 
-class _Progress:
-    """Prints progress on stderr at regular intervals."""
+def _show_verdict(row: Seen) -> None:
+    if row.manifest is not None and not row.findings:
+        size = format_bytes(row.manifest.size_bytes)
+        files = plural(len(row.manifest.files), "file")
+        output.print_text(f"{row.name}  good: {files}, {size}, all hashes match")
+    else:
+        output.show_findings(row.findings, sys.stdout)
 
-    def __init__(self, words: str, manifest: Manifest | None) -> None:
-        self._words = words
-        self._total = f" of {format_bytes(manifest.size_bytes)}" if manifest else ""
-        self._done_bytes = 0
-        self._said_s = time.monotonic()
 
-    def __call__(self, count: int) -> None:
-        self._done_bytes += count
+def _progress(done: str, manifest: Manifest | None) -> Callable[[int], None]:
+    """Return a counter of bytes that prints progress on stderr at regular intervals."""
+    total = f" of {format_bytes(manifest.size_bytes)}" if manifest else ""
+    done_bytes = 0
+    printed_s = time.monotonic()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done_bytes, printed_s
+        done_bytes += count
         now_s = time.monotonic()
-        if now_s - self._said_s >= _SAID_EVERY_S:
-            self._said_s = now_s
-            output.say(f"{self._words} {format_bytes(self._done_bytes)}{self._total}")
+        if now_s - printed_s >= SAY_EVERY_S:
+            printed_s = now_s
+            output.say(f"{done} {format_bytes(done_bytes)}{total}")
+
+    return on_bytes
+
+
+run = Command(
+    examples=[
+        "muster checkpoint list                         list the checkpoints of the last run",
+        "muster checkpoint verify s3://bucket/run       read every file and check its hash",
+        "muster checkpoint export last --to my-model    export the newest good checkpoint",
+        "muster checkpoint export last best --to my-model    export the best one",
+    ],
+    actions={"list": list_checkpoints, "verify": verify, "export": export},
+)

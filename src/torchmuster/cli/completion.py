@@ -1,28 +1,31 @@
 """``muster completion``: print a shell completion script, generated from the commands."""
 
-import argparse
+from dataclasses import dataclass
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import argument, command
 from torchmuster.errors import ExitCode
 
-SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
 
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """The shell."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the shell's name."""
-    parsers.show_examples(
-        parser,
-        [
-            'eval "$(muster completion bash)"          # in ~/.bashrc',
-            "muster completion zsh > ~/.zfunc/_muster   # a folder in $fpath",
-            "muster completion fish > ~/.config/fish/completions/muster.fish",
-        ],
+    shell: str = argument(
+        "shell to print the script for", required=True, choices=("bash", "zsh", "fish")
     )
-    parser.add_argument("shell", choices=SHELLS, help="shell to print the script for")
-    parser.set_defaults(run=_run_completion)
 
 
-def _run_completion(options: argparse.Namespace) -> ExitCode:
+@command(
+    CompletionOptions,
+    examples=[
+        'eval "$(muster completion bash)"          # in ~/.bashrc',
+        "muster completion zsh > ~/.zfunc/_muster   # a folder in $fpath",
+        "muster completion fish > ~/.config/fish/completions/muster.fish",
+    ],
+)
+def run(options: CompletionOptions) -> int:
+    """Print the script."""
     import shtab
 
     from torchmuster.cli.main import root_parser

@@ -1,66 +1,70 @@
 """``muster doctor``: check this machine for problems that would affect a run."""
 
-import argparse
+import itertools
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torchmuster import __version__
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import JsonOptions, command, flag, names
 from torchmuster.diagnose.machine.all_checks import SUBJECTS
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status, exit_code, render, worst_first
 from torchmuster.units import plural
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster doctor``."""
-    parsers.show_examples(
-        parser,
-        [
-            "muster doctor                      check everything, in a second or two",
-            "muster doctor --deep               also run torch on each device",
-            "muster doctor --all                also list what is well, and the notes in full",
-            "muster doctor --only torch names   check only these subjects",
-            "muster doctor --json > today.json  as JSON; the exit code is 1 if a check fails",
-            "muster doctor --explain - < error.log   explain an error and how to fix it",
-        ],
-    )
-    parser.add_argument("--deep", action="store_true", help="also run checks that take seconds")
-    parser.add_argument("--all", action="store_true", help="list every subject and note in full")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(SUBJECTS),
+def subjects(text: str) -> tuple[str, ...]:
+    """Parse a comma list of subjects."""
+    chosen = names(text)
+    unknown = [name for name in chosen if name not in SUBJECTS]
+    if unknown or not chosen:
+        raise ValueError(f"{text!r} is not a list of subjects; muster doctor --list shows them")
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(JsonOptions):
+    """The flags of ``muster doctor``."""
+
+    deep: bool = flag("also run checks that take seconds", default=False)
+    all: bool = flag("list every subject and note in full", default=False)
+    only: tuple[str, ...] = flag(
+        "check only these subjects: torch,names (--list shows them)",
         default=(),
-        metavar="SUBJECT",
-        help="check only these subjects (--list shows them)",
+        parse=subjects,
+        metavar="SUBJECTS",
     )
-    parser.add_argument(
-        "--explain", metavar="TEXT", help="explain an error text instead (-: read from stdin)"
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--list", action="store_true", help="list the checks without running them")
-    parsers.add_json_flag(how)
-    parser.set_defaults(run=_run_doctor)
+    explain: str | None = flag("explain an error text instead (-: read from stdin)", metavar="TEXT")
+    list: bool = flag("list the checks without running them", default=False)
 
 
-def _run_doctor(options: argparse.Namespace) -> ExitCode:
+@command(
+    DoctorOptions,
+    examples=[
+        "muster doctor                      check everything, in a second or two",
+        "muster doctor --deep               also run torch on each device",
+        "muster doctor --all                also list what is well, and the notes in full",
+        "muster doctor --only torch,names   check only these subjects",
+        "muster doctor --json > today.json  as JSON; the exit code is 1 if a check fails",
+        "muster doctor --explain - < error.log   explain an error and how to fix it",
+    ],
+)
+def run(options: DoctorOptions) -> int:
+    """Check this machine, or explain a text; return the exit code of the findings."""
     if options.explain is not None:
-        return _explain(options)
+        return _explain(options.explain, as_json=options.json)
     return _list(options.only) if options.list else _examine(options)
 
 
-def _explain(options: argparse.Namespace) -> ExitCode:
+def _explain(text: str, *, as_json: bool) -> ExitCode:
     from torchmuster.known_errors.explain import explanations_as_findings
 
-    findings = explanations_as_findings(
-        sys.stdin.read() if options.explain == "-" else options.explain
-    )
-    if options.json:
-        output.print_json({"findings": [one.as_json() for one in findings]})
+    findings = explanations_as_findings(sys.stdin.read() if text == "-" else text)
+    if as_json:
+        output.print_json({"findings": [finding.as_json() for finding in findings]})
     else:
         output.show_findings(findings, sys.stdout)
     return exit_code(findings)
@@ -80,58 +84,53 @@ def _list(only: Sequence[str]) -> ExitCode:
     return ExitCode.GOOD
 
 
-def _examine(options: argparse.Namespace) -> ExitCode:
+def _examine(options: DoctorOptions) -> ExitCode:
     from torchmuster.diagnose.check import Check, Cost, Surroundings
     from torchmuster.diagnose.host_checks import run_checks
     from torchmuster.diagnose.machine.all_checks import by_subject
 
     def still_waiting(checks: Sequence[Check]) -> None:
-        names = ", ".join(check.name for check in checks)
-        output.say(f"still waiting for {names} …")
+        output.say(f"still waiting for {', '.join(check.name for check in checks)} …")
 
     began = time.monotonic()
-    subjects = by_subject(options.only)
-    subject_of = {check.name: name for name, checks in subjects.items() for check in checks}
+    subject_of: dict[str, str] = {}
+    chosen: list[Check] = []
+    for subject, checks in by_subject(options.only).items():
+        subject_of |= {check.name: subject for check in checks}
+        chosen += checks
     examined = run_checks(
         Surroundings(),
-        [check for checks in subjects.values() for check in checks],
+        chosen,
         at_most=Cost.SECONDS if options.deep else Cost.INSTANT,
         on_silence=still_waiting,
     )
     seconds = time.monotonic() - began
     findings: dict[str, list[Finding]] = {}
-    for one in examined:
-        findings.setdefault(subject_of[one.check.name], []).extend(one.findings)
+    for result in examined:
+        findings.setdefault(subject_of[result.check.name], []).extend(result.findings)
     if options.json:
         _print_json(findings, seconds)
     else:
         _show_doctor(findings, seconds, everything=options.all)
-    return exit_code(finding for some in findings.values() for finding in some)
-
-
-# ---- as JSON
+    return exit_code(itertools.chain.from_iterable(findings.values()))
 
 
 def _print_json(findings: dict[str, list[Finding]], seconds: float) -> None:
+    described = []
+    for subject, some in findings.items():
+        described += [{"subject": subject, **finding.as_json()} for finding in worst_first(some)]
     output.print_json(
         {
             "torchmuster": __version__,
             "seconds": round(seconds, 3),
             "subjects": {subject: _worst(some).value for subject, some in findings.items()},
-            "findings": [
-                {"subject": subject, **finding.as_json()}
-                for subject, some in findings.items()
-                for finding in worst_first(some)
-            ],
+            "findings": described,
         }
     )
 
 
 def _worst(findings: Sequence[Finding]) -> Status:
     return worst_first(findings)[0].status if findings else Status.OK
-
-
-# ---- as text
 
 
 def _show_doctor(
@@ -141,56 +140,48 @@ def _show_doctor(
     if everything:
         _print_subjects(findings)
     problems, notes = [], []
-    for finding in (one for some in findings.values() for one in some):
+    for finding in itertools.chain.from_iterable(findings.values()):
         if finding.status in (Status.FAILURE, Status.WARNING):
             problems.append(finding)
         elif finding.status is Status.NOTE:
-            notes.append(finding)
+            notes.append(finding if everything else replace(finding, why="", fix="", evidence=""))
     shown = [*problems, *notes]
-    if not everything:
-        shown = [*problems, *(replace(note, why="", fix="", evidence="") for note in notes)]
     if shown:
         output.show_findings(shown, sys.stdout)
         output.print_text()
     well = sum(_worst(some) is Status.OK for some in findings.values())
-    verdict = f"{_doctor_verdict(shown)}; {well} of {len(findings)} subjects ok"
+    verdict = f"{_verdict(shown)}; {well} of {len(findings)} subjects ok"
     more = "" if everything else " (--all lists them)"
     output.print_text(f"{verdict}{more}, in {seconds:.1f} s")
 
 
 def _print_subjects(findings: dict[str, list[Finding]]) -> None:
+    """Print a line for each subject, shortened on a terminal: how many findings, and what was found."""
     colour = output.wants_colour(sys.stdout)
-    # Shortened to one line on a terminal; complete in a pipe or a file.
     room = max(shutil.get_terminal_size().columns - 9, 40) if sys.stdout.isatty() else None
     for subject, some in findings.items():
-        line = _shortened(f"{subject:<22}{_doctor_text(some)}", room)
-        seen = Finding(name=subject, status=_worst(some), what=line)
-        output.print_coloured(render([seen], colour=colour))
+        seen = [finding.what for finding in some if finding.status is Status.OK and finding.what]
+        summary = "; ".join([*_counts(some), *seen]) or "nothing to check"
+        line = f"{subject:<22}{summary}"
+        if room is not None and len(line) > room:
+            line = f"{line[: room - 1].rstrip()}…"
+        finding = Finding(name=subject, status=_worst(some), what=line)
+        output.print_coloured(render([finding], colour=colour))
     output.print_text()
 
 
-def _doctor_text(findings: Sequence[Finding]) -> str:
-    """Return a summary of a subject: the number of findings, if any, and what was found."""
-    seen = [one.what for one in findings if one.status is Status.OK and one.what]
-    return "; ".join([*_counts(findings), *seen]) or "nothing to check"
-
-
 def _counts(findings: Sequence[Finding]) -> list[str]:
-    counted = []
+    counts = []
     for status in (Status.FAILURE, Status.WARNING, Status.NOTE):
-        count = sum(one.status is status for one in findings)
+        count = sum(finding.status is status for finding in findings)
         if count:
-            counted.append(plural(count, status.value))
-    return counted
+            counts.append(plural(count, status.value))
+    return counts
 
 
-def _shortened(text: str, room: int | None) -> str:
-    return text if room is None or len(text) <= room else f"{text[: room - 1].rstrip()}…"
-
-
-def _doctor_verdict(told: Sequence[Finding]) -> str:
-    counts = ", ".join(_counts(told))
-    match worst_first(told)[0].status if told else Status.OK:
+def _verdict(shown: Sequence[Finding]) -> str:
+    counts = ", ".join(_counts(shown))
+    match _worst(shown):
         case Status.FAILURE:
             return f"not ready for a run: {counts}"
         case Status.WARNING:

@@ -1,13 +1,13 @@
 """``muster explain``: report what happened to a run, the root cause, and how to fix it."""
 
-import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import JsonOptions, WhichRunOptions, argument, command
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode
 
@@ -19,27 +19,30 @@ _FILES_SHOWN = 8
 _MOST_CHECKPOINTS = 20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster explain``."""
-    parser.description = (
-        f"{parser.description}\nNeeds only the run folder: the run may be active, finished, or "
-        "copied from "
-        "another machine.\nTo explain an error text alone: muster doctor --explain."
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(WhichRunOptions, JsonOptions):
+    """The flags of ``muster explain``."""
+
+    which: str | None = argument(
+        "a run's id, a unique part of it, its folder, or: last (default: the newest)",
+        metavar="RUN",
     )
-    parsers.show_examples(
-        parser,
-        [
-            "muster explain                     the newest run in ./runs",
-            "muster explain 20260131-1200       a unique part of the run's id",
-            "muster explain /mnt/copied/20260131-120000-train-1a2b",
-        ],
-    )
-    parsers.add_run_argument(parser, default="the newest")
-    parsers.add_json_flag(parser)
-    parser.set_defaults(run=_run_explain)
 
 
-def _run_explain(options: argparse.Namespace) -> int:
+@command(
+    ExplainOptions,
+    more="""
+    Needs only the run folder: the run may be active, finished, or copied from another machine.
+    To explain an error text alone: muster doctor --explain.
+    """,
+    examples=[
+        "muster explain                     the newest run in ./runs",
+        "muster explain 20260131-1200       a unique part of the run's id",
+        "muster explain /mnt/copied/20260131-120000-train-1a2b",
+    ],
+)
+def run(options: ExplainOptions) -> int:
+    """Print what happened to the run."""
     from torchmuster.launch.history.failure_report import failure_report_of
 
     report = failure_report_of(choose_run(options.which, options.runs, "newest"))

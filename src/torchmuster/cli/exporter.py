@@ -1,73 +1,64 @@
 """``muster exporter``: serve metrics of this machine and its runs to Prometheus."""
 
-import argparse
 import contextlib
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import RunsOptions, command, flag
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.monitor.exporter import LOOPBACK, Tls, is_loopback
 
-_PORT = 9477
+PORT = 9477
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster exporter``."""
-    parsers.show_examples(
-        parser,
-        [
-            "muster exporter                       serve on 127.0.0.1, for a Prometheus on this machine",
-            "muster exporter --runs /shared/runs   serve the runs in another folder",
-            "muster exporter --once                print the metrics, and exit",
-            "muster exporter --address 0.0.0.0 --certificate node.pem --client-ca prometheus-ca.pem",
-        ],
-    )
-    parsers.add_runs_flag(parser)
-    parser.add_argument(
-        "--address", default=LOOPBACK, help=f"address to listen on (default: {LOOPBACK})"
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        default=_PORT,
-        help=f"port to listen on (default: {_PORT}; 0 picks a free port)",
-    )
-    parser.add_argument(
-        "--certificate",
-        type=Path,
-        metavar="FILE",
-        help="serve over TLS: a certificate and its key (PEM, in one file)",
-    )
-    parser.add_argument(
-        "--client-ca",
-        type=Path,
-        metavar="FILE",
-        help="accept only clients with a certificate of this authority (PEM)",
-    )
-    parser.add_argument(
-        "--no-auth",
-        action="store_true",
-        help="serve other addresses than loopback to everybody who reaches them",
-    )
-    parser.add_argument(
-        "--all-ranks",
-        action="store_true",
-        help="also export ranks of other hosts, if this is the only exporter for a shared folder",
-    )
-    parser.add_argument("--once", action="store_true", help="print the metrics once, and exit")
-    parser.set_defaults(run=_run_exporter)
-
-
-def _port(text: str) -> int:
+def port(text: str) -> int:
+    """Parse a port; 0 picks a free one."""
     number = int(text) if text.isdecimal() else -1
     if not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
+        raise ValueError(f"{text!r} is not a port; write a number from 0 to 65535")
     return number
 
 
-def _run_exporter(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ExporterOptions(RunsOptions):
+    """The flags of ``muster exporter``."""
+
+    address: str = flag(f"address to listen on (default: {LOOPBACK})", default=LOOPBACK)
+    port: int = flag(
+        f"port to listen on (default: {PORT}; 0 picks a free port)", default=PORT, parse=port
+    )
+    certificate: Path | None = flag(
+        "serve over TLS: a certificate and its key (PEM, in one file)", parse=Path, metavar="FILE"
+    )
+    client_ca: Path | None = flag(
+        "accept only clients with a certificate of this authority (PEM)",
+        parse=Path,
+        metavar="FILE",
+    )
+    no_auth: bool = flag(
+        "serve other addresses than loopback to everybody who reaches them", default=False
+    )
+    all_ranks: bool = flag(
+        "also export ranks of other hosts, if this is the only exporter for a shared folder",
+        default=False,
+    )
+    once: bool = flag("print the metrics once, and exit", default=False)
+
+
+@command(
+    ExporterOptions,
+    examples=[
+        "muster exporter                       serve on 127.0.0.1, for a Prometheus on this machine",
+        "muster exporter --runs /shared/runs   serve the runs in another folder",
+        "muster exporter --once                print the metrics, and exit",
+        "muster exporter --address 0.0.0.0 --certificate node.pem --client-ca prometheus-ca.pem",
+    ],
+)
+def run(options: ExporterOptions) -> int:
+    """Serve the metrics until SIGINT or SIGTERM."""
     from torchmuster.devices import snapshot
     from torchmuster.monitor.collecting.collector import Collector
     from torchmuster.monitor.exporter import metrics_text, serve_metrics
@@ -80,7 +71,7 @@ def _run_exporter(options: argparse.Namespace) -> int:
         if options.once:
             output.print_text(text, end="")
             return ExitCode.GOOD
-        port = stack.enter_context(
+        bound = stack.enter_context(
             serve_metrics(
                 collector.samples,
                 address=options.address,
@@ -95,11 +86,11 @@ def _run_exporter(options: argparse.Namespace) -> int:
         scheme = "http" if tls is None else "https"
         output.say(
             f"metrics of this machine and of {options.runs}: "
-            f"{scheme}://{options.address}:{port}/metrics"
+            f"{scheme}://{options.address}:{bound}/metrics"
         )
         if tls is None and not is_loopback(options.address):
             output.say(
-                f"warning: everybody who reaches {options.address}:{port} can read the names of "
+                f"warning: everybody who reaches {options.address}:{bound} can read the names of "
                 "runs and hosts, the losses and the state of the GPUs"
             )
         ended.wait()

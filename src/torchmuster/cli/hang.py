@@ -1,81 +1,71 @@
 """``muster hang``: name the rank that keeps a hanging job waiting, whatever started the job."""
 
-import argparse
 import asyncio
 import shutil
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import output, parsers
-from torchmuster.cli.options import duration
-from torchmuster.errors import ExitCode
+from torchmuster.cli import output
+from torchmuster.cli.options import JsonOptions, argument, command, flag, names
 from torchmuster.finding import exit_code, render
+from torchmuster.units import parse_seconds
 
 if TYPE_CHECKING:
     from torchmuster.diagnose.hang.find_hang import HangResult
 
 # A rank that computes while the others wait is reported after 60 s.
-_WITHIN_S = 70.0
+WITHIN_S = 70.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster hang``."""
-    parser.usage = "muster hang [options] [PID ...]"
-    parser.description = (
-        f"{parser.description}\nFor jobs that torchrun, accelerate or another launcher started; "
-        "muster run reports hangs by itself.\nReads the ranks' stacks with py-spy "
-        "(pip install 'torchmuster[hang]') and compares them.\nDoes not change or stop the job. "
-        "The exit code is 1 if it hangs, 0 if its ranks make progress."
+@dataclass(frozen=True, kw_only=True)
+class HangOptions(JsonOptions):
+    """The flags of ``muster hang``."""
+
+    jobs: tuple[str, ...] = argument(
+        "a process of the job, or the job's MASTER_ADDR:PORT", metavar="PID", many=True
     )
-    parsers.show_examples(
-        parser,
-        [
-            "muster hang                       the only distributed job on this machine",
-            "muster hang 4711                  the job of this process: a rank, or torchrun",
-            "muster hang --hosts a,b           a job on this machine and two others, over ssh",
-            "muster hang --json > hang.json    with the whole stack of every rank",
-        ],
+    hosts: tuple[str, ...] = flag(
+        "ssh names of the job's other hosts: a,b", default=(), parse=names, metavar="HOSTS"
     )
-    parser.add_argument(
-        "jobs",
-        metavar="PID",
-        nargs="*",
-        help="a process of the job, or the job's MASTER_ADDR:PORT",
-    )
-    parser.add_argument(
-        "--hosts",
-        nargs="+",
-        default=[],
-        metavar="HOST",
-        help="ssh names of the job's other hosts, such as a,b",
-    )
-    parser.add_argument(
-        "--remote-python",
-        metavar="PATH",
+    remote_python: str = flag(
+        "Python with torchmuster and py-spy on the other hosts (default: the same path as here)",
         default=sys.executable,
-        help="Python with torchmuster and py-spy on the other hosts (default: the same path as here)",
+        metavar="PATH",
     )
-    parser.add_argument(
-        "--for",
-        dest="within_s",
-        type=duration,
-        default=_WITHIN_S,
+    within: float = flag(
+        f"watch until the result is clear, for at most DURATION (default: {WITHIN_S:.0f}s)",
+        default=WITHIN_S,
+        parse=parse_seconds,
         metavar="DURATION",
-        help=f"watch until the result is clear, for at most DURATION (default: {_WITHIN_S:.0f}s)",
     )
-    parsers.add_json_flag(parser)
-    parser.set_defaults(run=_run_hang)
 
 
-def _run_hang(options: argparse.Namespace) -> ExitCode:
+@command(
+    HangOptions,
+    usage="muster hang [options] [PID ...]",
+    more="""
+    For jobs that torchrun, accelerate or another launcher started; muster run reports hangs by itself.
+    Reads the ranks' stacks with py-spy (pip install 'torchmuster[hang]') and compares them.
+    Does not change or stop the job. The exit code is 1 if it hangs, 0 if its ranks make progress.
+    """,
+    examples=[
+        "muster hang                       the only distributed job on this machine",
+        "muster hang 4711                  the job of this process: a rank, or torchrun",
+        "muster hang --hosts a,b           a job on this machine and two others, over ssh",
+        "muster hang --json > hang.json    with the whole stack of every rank",
+    ],
+)
+def run(options: HangOptions) -> int:
+    """Watch the job and return the exit code of what was found."""
     from torchmuster.diagnose.hang.find_hang import HangRequest, find_hang
     from torchmuster.launch.job import parse_hosts
 
     request = HangRequest(
-        jobs=tuple(options.jobs),
+        jobs=options.jobs,
         hosts=tuple(host.name for host in parse_hosts(options.hosts)),
         python=options.remote_python,
-        within_s=options.within_s,
+        within_s=options.within,
     )
     result = asyncio.run(find_hang(request, lambda text: output.say(f"muster: {text}")))
     if options.json:

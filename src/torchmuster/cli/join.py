@@ -1,16 +1,17 @@
 """``muster join``: join a run that another machine started with ``muster run --join``."""
 
-import argparse
 import asyncio
 import getpass
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import output, parsers
-from torchmuster.cli.options import duration
+from torchmuster.cli import output
+from torchmuster.cli.options import argument, command, flag
 from torchmuster.redaction import harmless
+from torchmuster.units import parse_seconds
 
 if TYPE_CHECKING:
     from torchmuster.launch.transports.join.code import JoinCode
@@ -18,37 +19,36 @@ if TYPE_CHECKING:
 CODE_VARIABLE = "TORCHMUSTER_JOIN"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster join``."""
-    parser.description = (
-        f"{parser.description}\nRuns what the host sends, in this folder, as this user: join only "
-        "hosts that you trust. Sends\nnothing to a host whose certificate does not match the code."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster join          asks for the code that muster run --join printed",
-            "muster join < FILE   reads it from standard input",
-        ],
-    )
-    parser.add_argument(
-        "code",
-        metavar="CODE",
-        nargs="?",
-        help=f"the code that the host printed (default: ${CODE_VARIABLE}, or standard input); other users of this "
+@dataclass(frozen=True, kw_only=True)
+class JoinCommandOptions:
+    """The flags of ``muster join``."""
+
+    code: str | None = argument(
+        f"the code that the host printed (default: ${CODE_VARIABLE}, or standard input); other users of this "
         "machine can see an argument",
+        metavar="CODE",
     )
-    parser.add_argument(
-        "--patience",
-        type=duration,
+    patience: float = flag(
+        "give up if the host cannot be reached for DURATION (default: 2m)",
         default=120.0,
+        parse=parse_seconds,
         metavar="DURATION",
-        help="give up if the host cannot be reached for DURATION (default: 2m)",
     )
-    parser.set_defaults(run=_run_join)
 
 
-def _run_join(options: argparse.Namespace) -> int:
+@command(
+    JoinCommandOptions,
+    more="""
+    Runs what the host sends, in this folder, as this user: join only hosts that you trust. Sends
+    nothing to a host whose certificate does not match the code.
+    """,
+    examples=[
+        "muster join          asks for the code that muster run --join printed",
+        "muster join < FILE   reads it from standard input",
+    ],
+)
+def run(options: JoinCommandOptions) -> int:
+    """Join, and return the exit code of the run on this host."""
     from torchmuster.launch.node import supervisor
     from torchmuster.launch.transports.join.code import decode_code
 
@@ -57,14 +57,14 @@ def _run_join(options: argparse.Namespace) -> int:
     return asyncio.run(_join(code, options.patience))
 
 
-def _read_code(argument: str | None) -> str:
+def _read_code(typed: str | None) -> str:
     # The ranks, which inherit the environment, do not need it.
     from_environment = os.environ.pop(CODE_VARIABLE, "")
-    if argument is not None:
+    if typed is not None:
         _say(
             "note: other users of this machine can see the code; without it, muster join asks for it"
         )
-        return argument
+        return typed
     if from_environment:
         return from_environment
     if sys.stdin.isatty():

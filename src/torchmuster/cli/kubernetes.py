@@ -1,14 +1,14 @@
 """``muster kubernetes``: print a script as a Kubernetes Job."""
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, output, parsers
-from torchmuster.cli.options import ScriptOptions, add_options, count, duration, flag
+from torchmuster.cli import jobs, output
+from torchmuster.cli.options import ScriptOptions, command, count, flag
 from torchmuster.errors import ExitCode, Impossible
+from torchmuster.units import parse_seconds
 
 if TYPE_CHECKING:
     from torchmuster.launch.schedulers.kubernetes import PodsRequest
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def restarts(text: str) -> int:
     """Parse a number of restarts."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
+        raise ValueError(f"{text!r} is not a number of restarts")
     return int(text)
 
 
@@ -41,34 +41,24 @@ class KubernetesOptions(ScriptOptions):
     grace: float = flag(
         "time for the ranks to save after SIGTERM, as when a node is drained (default: 30s)",
         default=30.0,
-        parse=duration,
+        parse=parse_seconds,
         metavar="DURATION",
     )
 
 
-OPTIONS = KubernetesOptions
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the image, the pods, and the settings of the run in them."""
-    parser.description = (
-        "Print a script as an Indexed Job with its headless Service, for any cluster.\n"
-        "The script is a path in the image, which needs torchmuster. Volumes, variables, memory and all else: edit the YAML."
-    )
-    parser.usage = (
-        "muster kubernetes --image IMAGE [options] script.py [the script's own arguments]"
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster kubernetes --image IMAGE --nodes 4 --gpus-per-node 8 train.py --lr 1e-4 > job.yaml",
-            "muster kubernetes --image IMAGE train.py | kubectl apply -f -",
-            "muster kubernetes --image IMAGE --nodes 2 muster train --config config.yaml",
-        ],
-    )
-    add_options(parser, KubernetesOptions, run)
-
-
+@command(
+    KubernetesOptions,
+    usage=("muster kubernetes --image IMAGE [options] script.py [the script's own arguments]"),
+    more="""
+    Print a script as an Indexed Job with its headless Service, for any cluster.
+    The script is a path in the image, which needs torchmuster. Volumes, variables, memory and all else: edit the YAML.
+    """,
+    examples=[
+        "muster kubernetes --image IMAGE --nodes 4 --gpus-per-node 8 train.py --lr 1e-4 > job.yaml",
+        "muster kubernetes --image IMAGE train.py | kubectl apply -f -",
+        "muster kubernetes --image IMAGE --nodes 2 muster train --config config.yaml",
+    ],
+)
 def run(options: KubernetesOptions) -> int:
     """Print the manifests and return the exit code."""
     from torchmuster.launch.schedulers.kubernetes import render_job, secret_command

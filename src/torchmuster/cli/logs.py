@@ -1,13 +1,14 @@
 """``muster logs``: show the output of a run, or follow it."""
 
-import argparse
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster import untrusted
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import WhichRunOptions, command, flag
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.redaction import printable
@@ -19,56 +20,51 @@ _SHOWN_BYTES = 256 * 1024
 _LONGEST_LINE_BYTES = 64 * 1024
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster logs``."""
-    parser.description = (
-        f"{parser.description}\nWith --follow, Ctrl-C stops following, not the run, and the exit "
-        "code is the run's."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster logs                      the active run in ./runs, else the newest",
-            "muster logs 20260131-1200 -f     a unique part of the run's id; until the run is over",
-            "muster logs last --rank 17       the end of rank 17's log, wherever it is kept",
-        ],
-    )
-    parsers.add_run_argument(parser, default="the active run, else the newest")
-    parser.add_argument(
-        "--rank",
-        type=rank_number,
+def rank_number(text: str) -> int:
+    """Parse the number of a rank."""
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a rank number")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions(WhichRunOptions):
+    """The flags of ``muster logs``."""
+
+    rank: int | None = flag(
+        "show the end of this rank's own log (default: the output of all ranks)",
+        parse=rank_number,
         metavar="N",
-        help="show the end of this rank's own log (default: the output of all ranks)",
     )
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="show new output until the run is over"
-    )
-    parser.set_defaults(run=_run_logs)
+    follow: bool = flag("show new output until the run is over", default=False, aliases=("-f",))
 
 
-def _run_logs(options: argparse.Namespace) -> int:
-    run = choose_run(options.which, options.runs, "running")
-    path = run.console
+@command(
+    LogsOptions,
+    more="With --follow, Ctrl-C stops following, not the run, and the exit code is the run's.",
+    examples=[
+        "muster logs                      the active run in ./runs, else the newest",
+        "muster logs 20260131-1200 -f     a unique part of the run's id; until the run is over",
+        "muster logs last --rank 17       the end of rank 17's log, wherever it is kept",
+    ],
+)
+def run(options: LogsOptions) -> int:
+    """Print the output, and follow it if requested."""
+    folder = choose_run(options.which, options.runs, "running")
+    path = folder.console
     position = 0
     if options.rank is not None:
-        path = run.logs / f"rank-{options.rank}.log"
-        position = show_log(run, options.rank)
+        path = folder.logs / f"rank-{options.rank}.log"
+        position = show_log(folder, options.rank)
     if not options.follow:
         if options.rank is None:
             _show_more(path, position, last=True)
         return ExitCode.GOOD
     try:
-        return _follow(run, path, position)
+        return _follow(folder, path, position)
     except KeyboardInterrupt:
-        output.say(f"\nmuster: {run.id} continues; to stop it: muster stop {run.id}")
+        output.say(f"\nmuster: {folder.id} continues; to stop it: muster stop {folder.id}")
         return ExitCode.GOOD
-
-
-def rank_number(text: str) -> int:
-    """Parse the number of a rank."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank number")
-    return int(text)
 
 
 def show_log(run: RunFolder, rank: int) -> int:
@@ -154,6 +150,6 @@ def _show_more(path: Path, position: int, *, last: bool) -> int:
             if not (last or line.endswith(b"\n") or len(line) == _LONGEST_LINE_BYTES):
                 break  # it is being written
             position += len(line)
-            text = line.removesuffix(b"\n").decode("utf-8", errors="reposition")
+            text = line.removesuffix(b"\n").decode("utf-8", errors="replace")
             output.print_coloured(printable_line(text, colour=colour))
     return position

@@ -1,78 +1,69 @@
-"""Entry point: import the module of the subcommand, run it, convert errors to exit codes."""
+"""Entry point: import the module of the command, run it, convert errors to exit codes."""
 
 import argparse
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from torchmuster import __version__
-from torchmuster.cli import output, parsers
-from torchmuster.cli.options import ScriptOptions, read_options, split_at_script
+from torchmuster.cli import output
+from torchmuster.cli.options import Command, ScriptOptions, add_flags, read_options, split_at_script
 from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
 from torchmuster.runfolder import NO_ROOM
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its module, and its line in the help."""
-
-    module: str
-    summary: str
-
-
-COMMANDS = {
-    "gpus": Command("torchmuster.cli.gpus", "show the GPUs of this machine; pick free ones"),
-    "doctor": Command("torchmuster.cli.doctor", "check this machine; explain an error"),
-    "check": Command("torchmuster.cli.check", "check whether hosts can train together"),
-    "plan": Command(
-        "torchmuster.cli.plan", "predict whether a model fits, how to split it, and its speed"
-    ),
-    "bench": Command("torchmuster.cli.bench", "benchmark this machine; compare results"),
-    "profile": Command(
-        "torchmuster.cli.profile", "find where training time goes and what to change"
-    ),
-    "prove": Command(
-        "torchmuster.cli.prove", "show that a training script resumes and scales correctly"
-    ),
-    "train": Command("torchmuster.cli.train", "train a model from a settings file"),
-    "run": Command("torchmuster.cli.run", "start a script on one or more hosts"),
-    "join": Command("torchmuster.cli.join", "join a run that another machine hosts"),
-    "kubernetes": Command("torchmuster.cli.kubernetes", "print a script as a Kubernetes Job"),
-    "explain": Command(
-        "torchmuster.cli.explain", "report what happened to a run, why, and how to fix it"
-    ),
-    "hang": Command(
-        "torchmuster.cli.hang", "name the rank that keeps a hanging torchrun job waiting"
-    ),
-    "checkpoint": Command("torchmuster.cli.checkpoint", "list, verify and export checkpoints"),
-    "watch": Command("torchmuster.cli.watch", "monitor a run live, with alerts"),
-    "exporter": Command(
-        "torchmuster.cli.exporter", "serve metrics of this machine and its runs to Prometheus"
-    ),
-    "runs": Command("torchmuster.cli.runs", "list runs and their state"),
-    "logs": Command("torchmuster.cli.logs", "show or follow the output of a run"),
-    "stop": Command("torchmuster.cli.stop", "stop a run on all its hosts"),
-    "lab": Command("torchmuster.cli.lab", "learn with labs: tests, solutions and reports"),
-    "config": Command("torchmuster.cli.config", "write, show and check settings files"),
-    "completion": Command("torchmuster.cli.completion", "print a shell's completion script"),
-}
-
+# Each has a module of its name, whose `run` has its flags, its help and what it does.
 GROUPS = {
-    "Run": ("run", "train", "join", "runs", "logs", "stop"),
-    "Trouble": ("explain", "hang", "watch"),
-    "Before a run": ("gpus", "doctor", "check", "plan", "config", "lab"),
-    "Quality and speed": ("prove", "checkpoint", "profile", "bench"),
-    "Clusters": ("kubernetes", "exporter"),
+    "Run": {
+        "run": "start a script on one or more hosts",
+        "train": "train a model from a settings file",
+        "join": "join a run that another machine hosts",
+        "runs": "list runs and their state",
+        "logs": "show or follow the output of a run",
+        "stop": "stop a run on all its hosts",
+    },
+    "Trouble": {
+        "explain": "report what happened to a run, why, and how to fix it",
+        "hang": "name the rank that keeps a hanging torchrun job waiting",
+        "watch": "monitor a run live, with alerts",
+    },
+    "Before a run": {
+        "gpus": "show the GPUs of this machine; pick free ones",
+        "doctor": "check this machine; explain an error",
+        "check": "check whether hosts can train together",
+        "plan": "predict whether a model fits, how to split it, and its speed",
+        "config": "write, show and check settings files",
+        "lab": "learn with labs: tests, solutions and reports",
+    },
+    "Quality and speed": {
+        "prove": "show that a training script resumes and scales correctly",
+        "checkpoint": "list, verify and export checkpoints",
+        "profile": "find where training time goes and what to change",
+        "bench": "benchmark this machine; compare results",
+    },
+    "Clusters": {
+        "kubernetes": "print a script as a Kubernetes Job",
+        "exporter": "serve metrics of this machine and its runs to Prometheus",
+    },
 }
+SUMMARIES = {name: text for commands in GROUPS.values() for name, text in commands.items()}
+COMMANDS = (*SUMMARIES, "completion")
 EXAMPLES = (
     "muster gpus                                   who is using which GPU",
     "muster run --num-gpus 2 train.py --lr 1e-4    a torchrun script on two free GPUs",
     "muster run --hosts a,b:4 train.py             on two hosts, over ssh",
     "muster config check config.yaml               all mistakes in a settings file, with lines",
 )
+
+
+class HelpFormat(argparse.RawDescriptionHelpFormatter):
+    """Help formatter that keeps examples unwrapped and has a wide column for flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=96)
+        self._action_max_length = 14  # argparse ignores the indent of subcommands
 
 
 class RootParser(argparse.ArgumentParser):
@@ -85,9 +76,9 @@ class RootParser(argparse.ArgumentParser):
             "",
             "Launch, check, plan and watch distributed PyTorch training.",
         ]
-        for group, names in GROUPS.items():
+        for group, commands in GROUPS.items():
             lines += ["", f"{group}:"]
-            lines += [f"  {name:<12}{COMMANDS[name].summary}" for name in names]
+            lines += [f"  {name:<12}{summary}" for name, summary in commands.items()]
         lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES), "", "Exit codes:"]
         lines += [f"  {code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]
         return "\n".join(lines) + "\n"
@@ -96,14 +87,15 @@ class RootParser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     output.replace_what_cannot_be_shown()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
     code = int(ExitCode.GOOD)
     try:
+        own, script = _split(typed)
         try:
-            code = _run_command(words)
+            code = _run_command(own, script)
         except MusterError as error:
             code = error.exit_code
-            output.show_error(error, as_json="--json" in _own_words(words))
+            output.show_error(error, as_json="--json" in own)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -118,56 +110,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run_command(words: Sequence[str]) -> int:
-    name = words[0] if words and words[0] in COMMANDS else ""
-    if words and not name and not words[0].startswith("-"):
+def command_of(name: str) -> Command:
+    """Import a command."""
+    command: Command = importlib.import_module(f"torchmuster.cli.{name}").run
+    return command
+
+
+def _split(typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line before its script, if its command takes one."""
+    if not typed or typed[0] not in COMMANDS:
+        return list(typed), []
+    command, names = command_of(typed[0]), 1
+    if typed[1:] and typed[1] in command.actions:
+        command, names = command.actions[typed[1]], 2
+    if command.options is None or not issubclass(command.options, ScriptOptions):
+        return list(typed), []
+    own, script = split_at_script(typed[names:], command.options)
+    return [*typed[:names], *own], script
+
+
+def _run_command(own: Sequence[str], script: Sequence[str]) -> int:
+    name = own[0] if own else ""
+    if name and name not in COMMANDS and not name.startswith("-"):
         from torchmuster.config.fields import suggest_name
 
-        hint = suggest_name(words[0], COMMANDS) or "muster --help lists the commands"
-        root_parser(only="").error(f"there is no command {words[0]!r}; {hint}")
-    module = importlib.import_module(COMMANDS[name].module) if name else None
-    options_type = getattr(module, "OPTIONS", None)
-    own = list(words)
-    script: list[str] = []
-    if options_type is not None and issubclass(options_type, ScriptOptions):
-        own, script = split_at_script(words[1:], options_type)
-        own.insert(0, name)
-    command = None
-    if options_type is None and "--" in own:  # muster gpus pick -- command
-        place = own.index("--")
-        own, command = own[:place], own[place + 1 :]
-    parser = root_parser(only=name)
-    parsed, unknown = parser.parse_known_args(own)
+        hint = suggest_name(name, COMMANDS) or "muster --help lists the commands"
+        root_parser(only="").error(f"there is no command {name!r}; {hint}")
+    parsed, unknown = root_parser(only=name).parse_known_args(own)
     if unknown:
-        flags = parsed.incomplete._option_string_actions
-        # The error is that of the subcommand, with its usage.
-        parsed.incomplete.error(
-            f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, flags)}"
-        )
-    if not hasattr(parsed, "run"):  # muster, or muster lab: the help says what is missing
-        parsed.incomplete.print_help()
+        flags = parsed.parser._option_string_actions
+        # The error is that of the command, with its usage.
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, flags)}")
+    command: Command | None = parsed.command
+    if command is None or command.options is None or command.run is None:
+        parsed.parser.print_help()  # muster, or muster lab: the help says what is missing
         return ExitCode.IMPOSSIBLE
-    if command is not None:
-        if not hasattr(parsed, "command"):
-            parsed.incomplete.error("this command does not take a command after --")
-        parsed.command = command
-    if not hasattr(parsed, "options_type"):
-        return int(parsed.run(parsed))
     filled = {"words": tuple(own), "script": tuple(script)}
-    names = {field.name for field in dataclasses.fields(parsed.options_type)}
+    names = {option.name for option in dataclasses.fields(command.options)}
     needed = {name: value for name, value in filled.items() if name in names}
-    return int(parsed.run(read_options(parsed.options_type, parsed, **needed)))
-
-
-def _own_words(words: Sequence[str]) -> list[str]:
-    """Return the arguments that are not of a script."""
-    name = words[0] if words and words[0] in COMMANDS else ""
-    options_type = None
-    if name:
-        options_type = getattr(importlib.import_module(COMMANDS[name].module), "OPTIONS", None)
-    if options_type is None or not issubclass(options_type, ScriptOptions):
-        return list(words)
-    return split_at_script(words[1:], options_type)[0]
+    return int(command.run(read_options(command.options, parsed, **needed)))
 
 
 def _forget_output() -> None:
@@ -176,16 +157,38 @@ def _forget_output() -> None:
 
 
 def root_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser; with ``only``, import only that subcommand's module."""
+    """Build the parser; with ``only``, import only that command's module."""
     parser = RootParser(prog="muster", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"muster {__version__}")
-    parser.set_defaults(incomplete=parser)
-    subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=argparse.ArgumentParser)
-    for name, command in COMMANDS.items():
-        sub = parsers.add_action(subparsers, name, command.summary)
+    parser.set_defaults(parser=parser, command=None)
+    parts = parser.add_subparsers(metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    for name in COMMANDS:
         if only is None or name == only:
-            importlib.import_module(command.module).add_arguments(sub)
+            _add_command(parts, name, command_of(name))
     return parser
+
+
+def _add_command(
+    parts: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: Command
+) -> None:
+    summary = command.summary or SUMMARIES.get(name, "print a shell's completion script")
+    sentence = f"{summary[0].upper()}{summary[1:]}."
+    parser = parts.add_parser(
+        name,
+        help=summary,
+        description=f"{sentence}\n{inspect.cleandoc(command.more)}".rstrip(),
+        epilog="\n  ".join(["examples:", *command.examples]) if command.examples else None,
+        formatter_class=HelpFormat,
+        usage=command.usage,
+        allow_abbrev=False,  # flags may be forwarded, so they must be unambiguous
+    )
+    parser.set_defaults(parser=parser, command=command)
+    if command.options is not None:
+        add_flags(parser, command.options)
+    if command.actions:
+        actions = parser.add_subparsers(title="actions", metavar="ACTION")
+        for action, details in command.actions.items():
+            _add_command(actions, action, details)
 
 
 def _hint(unknown: Sequence[str], flags: Collection[str]) -> str:

@@ -1,16 +1,15 @@
-"""Flags as typed dataclasses: argparse is generated from them, and a command gets the filled object.
+"""Commands and their flags as typed dataclasses: argparse is generated from them, and ``run`` gets the filled object.
 
 A field is a flag: ``num_gpus`` is ``--num-gpus``, and its help, parser and spellings are declared with
-:func:`flag`. Groups of flags that several commands share are base classes. A field without :func:`flag`
-is not a flag; the command line fills it in another way.
+:func:`flag`; a field that is declared with :func:`argument` is positional. Groups of flags that several
+commands share are base classes. Other fields are not flags; the command line fills them in another way.
 """
 
 import argparse
 import dataclasses
-import math
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +19,8 @@ from torchmuster.runfolder import DEFAULT_ROOT
 from torchmuster.units import parse_seconds
 
 FLAG = "flag"
+# Before a program that is no Python code, as ``-m`` is before a module.
+NO_PYTHON = "--no-python"
 MOST_PROCESSES = 4096
 SHORTEST_LIMIT_S = 10.0
 # --wait without a duration: 10 years, because infinity cannot be sent as JSON.
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FlagInfo:
-    """How a flag is typed and described."""
+    """How a flag or an argument is typed and described; ``parse`` raises ValueError."""
 
     help: str
     parse: Callable[[str], object] = str
@@ -43,6 +44,7 @@ class FlagInfo:
     # Values follow until the next flag. Only for commands that take no script.
     many: bool = False
     repeated: bool = False
+    positional: bool = False
     # The setting that the flag overrides.
     setting: str = ""
     required: bool = False
@@ -53,32 +55,54 @@ class FlagInfo:
         return self.alone is None and not self.many
 
 
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command, or an action of one: its flags, what it does with them, and its help."""
+
+    # Of an action; those of the commands are in main.py, which imports a command on use.
+    summary: str = ""
+    options: type | None = None
+    run: Callable[[Any], int] | None = None
+    usage: str | None = None
+    # Below the summary, in the command's own help.
+    more: str = ""
+    examples: Sequence[str] = ()
+    actions: Mapping[str, "Command"] = field(default_factory=dict)
+
+    def __call__(self, options: Any) -> int:
+        """Run the command with its options and return the exit code."""
+        assert self.run is not None
+        return self.run(options)
+
+
+def command(options: type[T], **help_texts: Any) -> Callable[[Callable[[T], int]], Command]:
+    """Declare a function as a command with these flags; ``help_texts`` are fields of :class:`Command`."""
+
+    def declare(run: Callable[[T], int]) -> Command:
+        return Command(options=options, run=run, **help_texts)
+
+    return declare
+
+
 def flag(help: str, *, default: Any = None, **info: Any) -> Any:  # noqa: A002  # argparse's name
     """Declare a flag.
 
     False is a switch; everything else takes a value.
     """
-    metadata = {FLAG: FlagInfo(help=help, **info)}
-    return dataclasses.field(default=default, metadata=metadata)
+    return field(default=default, metadata={FLAG: FlagInfo(help=help, **info)})
+
+
+def argument(help: str, *, default: Any = None, **info: Any) -> Any:  # noqa: A002  # argparse's name
+    """Declare a positional argument, which may be left out unless it is ``required``."""
+    return flag(help, default=default, positional=True, **info)
 
 
 def count(text: str) -> int:
     """Parse a number of processes, hosts or repetitions."""
     number = int(text) if text.isdecimal() else 0
     if not 1 <= number <= MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_PROCESSES}")
+        raise ValueError(f"{text!r} is not a number from 1 to {MOST_PROCESSES}")
     return number
-
-
-def duration(text: str) -> float:
-    """Parse a duration, such as 30s, 10m or 2h, into seconds."""
-    try:
-        seconds = parse_seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not math.isfinite(seconds):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration")
-    return seconds
 
 
 def arguments(text: str) -> tuple[str, ...]:
@@ -86,7 +110,7 @@ def arguments(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {str(error).lower()}") from None
+        raise ValueError(f"{text!r}: {str(error).lower()}") from None
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -97,36 +121,26 @@ def names(text: str) -> tuple[str, ...]:
 def _some_arguments(text: str) -> tuple[str, ...]:
     parsed = arguments(text)
     if not parsed:
-        raise argparse.ArgumentTypeError("no arguments; for example: '--resume_from {path}'")
+        raise ValueError("no arguments; for example: '--resume_from {path}'")
     return parsed
 
 
 def _time_limit(text: str) -> float:
-    seconds = duration(text)
+    seconds = parse_seconds(text)
     if seconds < SHORTEST_LIMIT_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is too short; write at least 10s")
+        raise ValueError(f"{text!r} is too short; write at least 10s")
     return seconds
 
 
-def _wait(text: str) -> float:
-    return FOREVER_S if text == "forever" else duration(text)
-
-
-def _nodes(text: str) -> NodeCounts:
-    from torchmuster.errors import Impossible
-
-    try:
-        return parse_nodes(text)
-    except Impossible as error:
-        raise argparse.ArgumentTypeError(f"{error.what}; {error.why}") from None
+def wait_time(text: str) -> float:
+    """Parse how long to wait for GPUs."""
+    return FOREVER_S if text == "forever" else parse_seconds(text)
 
 
 def _setting(text: str) -> Flag:
     path, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not KEY=VALUE; write for example model.torch_dtype=bfloat16"
-        )
+        raise ValueError(f"{text!r} is not KEY=VALUE; write for example model.torch_dtype=bfloat16")
     # The value is not part of its source: it may be secret.
     return Flag(flag=f"--set {path}", path=path.strip(), text=value)
 
@@ -147,6 +161,16 @@ class RunsOptions:
         default=DEFAULT_ROOT,
         parse=Path,
         metavar="DIR",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhichRunOptions(RunsOptions):
+    """A run, in the folder of the runs."""
+
+    which: str | None = argument(
+        "a run's id, a unique part of it, its folder, or: last (default: the active run, else the newest)",
+        metavar="RUN",
     )
 
 
@@ -191,7 +215,7 @@ class DeviceOptions(SettingOptions):
     wait: float = flag(
         "if GPUs are in use, wait in line for them: without limit, or for at most --wait=10m",
         default=0.0,
-        parse=_wait,
+        parse=wait_time,
         metavar="DURATION",
         alone=FOREVER_S,
         group="devices and environment",
@@ -221,7 +245,7 @@ class HostOptions(DeviceOptions, RunsOptions, JsonOptions):
     )
     nodes: NodeCounts | None = flag(
         "number of hosts without spares; with 2:4, the run continues on 2 if others are lost",
-        parse=_nodes,
+        parse=parse_nodes,
         metavar="N",
         aliases=("--nnodes",),
         group="multiple hosts",
@@ -334,62 +358,73 @@ class TrainOptions(RunControl):
     )
 
 
-def add_options(parser: argparse.ArgumentParser, options: type[T], run: Callable[[T], int]) -> None:
-    """Add the flags of a dataclass to the parser of a command; ``run`` gets the filled object."""
-    parser.set_defaults(run=run, options_type=options)
-    add_flags(parser, options)
-
-
 def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add the flags of a dataclass to a parser."""
+    """Add the flags and arguments of a dataclass to a parser."""
     groups: dict[str, Any] = {"": parser}
-    for field in dataclasses.fields(options):
-        info = field.metadata.get(FLAG)
+    for option in dataclasses.fields(options):
+        info = option.metadata.get(FLAG)
         if info is None:
             continue
         if info.group not in groups:
             groups[info.group] = parser.add_argument_group(info.group)
-        _add_flag(groups[info.group], field, info)
+        _add_flag(groups[info.group], option, info)
 
 
-def _add_flag(group: Any, field: "dataclasses.Field[Any]", info: FlagInfo) -> None:
-    name = f"--{field.name.replace('_', '-')}"
-    if field.default is False:
-        group.add_argument(name, action="store_true", help=info.help)
+def _add_flag(group: Any, option: "dataclasses.Field[Any]", info: FlagInfo) -> None:
+    name = f"--{option.name.replace('_', '-')}"
+    if option.default is False:
+        group.add_argument(name, *info.aliases, action="store_true", help=info.help)
         return
     details: dict[str, Any] = {
-        "type": info.parse,
-        "default": field.default,
+        "type": _argparse_type(info.parse),
+        "default": option.default,
         "metavar": info.metavar,
         "choices": info.choices,
     }
     if info.repeated:
         details |= {"action": "append", "default": None}
     elif info.many:
-        details["nargs"] = "+"
+        details["nargs"] = "*" if info.positional else "+"
     elif info.alone is not None:
         details |= {"nargs": "?", "const": info.alone}
+    if info.positional:
+        if not info.required and not info.many:
+            details["nargs"] = "?"
+        group.add_argument(option.name, help=info.help, **details)
+        return
     group.add_argument(name, help=info.help, required=info.required, **details)
     del details["default"]
     for alias in info.aliases:
         group.add_argument(
-            alias, help=argparse.SUPPRESS, dest=field.name, default=argparse.SUPPRESS, **details
+            alias, help=argparse.SUPPRESS, dest=option.name, default=argparse.SUPPRESS, **details
         )
+
+
+def _argparse_type(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """Return the parser with its message as argparse's error."""
+
+    def typed(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
 
 
 def read_options(options: type[T], parsed: argparse.Namespace, **filled: object) -> T:
     """Return the typed options of a parsed command line."""
     values = dict(filled)
-    for field in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
-        info = field.metadata.get(FLAG)
+    for option in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
+        info = option.metadata.get(FLAG)
         if info is None:
             continue
-        value = getattr(parsed, field.name)
-        if info.many and value is not None:
-            value = ",".join(value)
-        elif info.repeated:
+        value = getattr(parsed, option.name)
+        if info.repeated:
             value = tuple(value or ())
-        values[field.name] = value
+        elif info.many and value is not None:
+            value = ",".join(value) if info.setting else tuple(value)
+        values[option.name] = value
     return options(**values)
 
 
@@ -400,10 +435,10 @@ def split_at_script(words: Sequence[str], options: type) -> tuple[list[str], lis
     (with it) or ``--``. Each value is joined to its flag (``--name=x``), so that it may begin with a dash.
     """
     infos = {}
-    for field in dataclasses.fields(options):
-        if FLAG in field.metadata and field.default is not False:
-            info = field.metadata[FLAG]
-            for name in (f"--{field.name.replace('_', '-')}", *info.aliases):
+    for option in dataclasses.fields(options):
+        if FLAG in option.metadata and option.default is not False:
+            info = option.metadata[FLAG]
+            for name in (f"--{option.name.replace('_', '-')}", *info.aliases):
                 infos[name] = info
     own: list[str] = []
     rest = list(words)
@@ -424,7 +459,3 @@ def split_at_script(words: Sequence[str], options: type) -> tuple[list[str], lis
         else:
             own.append(word)  # argparse says that its value is missing
     return own, rest
-
-
-# Before a program that is no Python code, as ``-m`` is before a module.
-NO_PYTHON = "--no-python"

@@ -11,11 +11,13 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from torchmuster import finding
 from torchmuster.errors import Impossible, MusterError
+from torchmuster.pages.columns import aligned_columns
 from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
@@ -43,6 +45,12 @@ def _escaped(found: re.Match[str]) -> str:
 def print_text(text: str = "", *, end: str = "\n") -> None:
     """Print a part of the result, without control characters: names and texts may come from other users."""
     print(harmless(text), end=end, flush=True)
+
+
+def print_table(rows: Sequence[Sequence[str]], *, right: bool = False) -> None:
+    """Print rows with aligned columns; ``right`` aligns all but the first column to the right."""
+    for line in aligned_columns(rows, right=right):
+        print(line)
 
 
 def print_coloured(text: str) -> None:

@@ -1,6 +1,5 @@
 """``muster plan``: predict whether a model fits, how to split it, and its speed."""
 
-import argparse
 import dataclasses
 import importlib.util
 import math
@@ -12,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
 from torchmuster.cli.jobs import setting_flags, settings_of
-from torchmuster.cli.options import JsonOptions, SettingOptions, add_options, count, flag
+from torchmuster.cli.options import JsonOptions, SettingOptions, command, count, flag
 from torchmuster.config.here import looks_like_path
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve_settings
@@ -191,28 +190,22 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster plan``."""
-    parser.description = (
-        f"{parser.description}\nTraces a few layers of the model without its weights and without a GPU, "
-        "predicts memory within a\nband and, roughly, the time of configurations from simple to complex, and "
-        "reports the best that fits.\nSettings that you give are fixed; the plan searches over the "
-        "others."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster plan --config config.yaml                          on this machine",
-            "muster plan --config config.yaml --hardware 8xH100        on eight H100s",
-            "muster plan --model ./llama-8b --sequence-length 8192 --hardware 16x8xH100",
-            "muster plan --build my.models:make --dataset my.data:train --hardware 2xL4",
-            "muster plan --config config.yaml --write plan.yaml        settings for muster train",
-            "muster plan --config config.yaml --verify                 compare with real steps",
-        ],
-    )
-    add_options(parser, PlanOptions, run)
-
-
+@command(
+    PlanOptions,
+    more="""
+    Traces a few layers of the model without its weights and without a GPU, predicts memory within a
+    band and, roughly, the time of configurations from simple to complex, and reports the best that fits.
+    Settings that you give are fixed; the plan searches over the others.
+    """,
+    examples=[
+        "muster plan --config config.yaml                          on this machine",
+        "muster plan --config config.yaml --hardware 8xH100        on eight H100s",
+        "muster plan --model ./llama-8b --sequence-length 8192 --hardware 16x8xH100",
+        "muster plan --build my.models:make --dataset my.data:train --hardware 2xL4",
+        "muster plan --config config.yaml --write plan.yaml        settings for muster train",
+        "muster plan --config config.yaml --verify                 compare with real steps",
+    ],
+)
 def run(options: PlanOptions) -> int:
     """Plan, print the plan, and return the exit code."""
     refuse_contradictions(options)

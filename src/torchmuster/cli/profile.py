@@ -1,6 +1,5 @@
 """``muster profile``: find where training time goes, and what would make it faster."""
 
-import argparse
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchmuster.cli import output, parsers
-from torchmuster.cli.options import JsonOptions, add_options, count, flag
+from torchmuster.cli import output
+from torchmuster.cli.options import JsonOptions, command, count, flag
 from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, rank_command
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.profile.facts import (
@@ -41,7 +40,7 @@ def steps_range(text: str) -> tuple[int, int]:
     last = last or first
     if first.isdecimal() and last.isdecimal() and FIRST_STEP <= int(first) <= int(last):
         return int(first), int(last)
-    raise argparse.ArgumentTypeError(
+    raise ValueError(
         f"{text!r} is not a valid range of steps; write for example 20:23, starting at step "
         f"{FIRST_STEP} or later: the steps before are timed without the profiler"
     )
@@ -53,9 +52,7 @@ def rank_list(text: str) -> tuple[int, ...] | None:
         return None
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of ranks; write all, or for example 0,1"
-        )
+        raise ValueError(f"{text!r} is not a list of ranks; write all, or for example 0,1")
     return tuple(sorted({int(number) for number in numbers}))
 
 
@@ -82,30 +79,22 @@ class ProfileOptions(TrainedOptions, JsonOptions):
     )
 
 
-OPTIONS = ProfileOptions
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster profile``."""
-    parser.usage = "muster profile [options] script.py [the script's arguments] | config.yaml | DIR"
-    parser.description = (
-        f"{parser.description}\nRuns the training on this machine, traces the requested steps, "
-        "and stops. A script needs no\nchange. Reports where each rank's time goes, what to change, "
-        "and the expected speed-up. With the\nfolder DIR of a recorded profile: reports on that one."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster profile train.py --lr 1e-4              one rank per GPU, or one on the CPU",
-            "muster profile --ranks 2 config.yaml           a settings file of muster train",
-            "muster profile --verify train.py               apply the top recommendation, and measure",
-            "muster profile --steps 50:53 --on-ranks 0 train.py    other steps, one rank's trace",
-            "muster profile profile/2026-01-31-120000       report on a recorded profile",
-        ],
-    )
-    add_options(parser, ProfileOptions, run)
-
-
+@command(
+    ProfileOptions,
+    usage="muster profile [options] script.py [the script's arguments] | config.yaml | DIR",
+    more="""
+    Runs the training on this machine, traces the requested steps, and stops. A script needs no
+    change. Reports where each rank's time goes, what to change, and the expected speed-up. With the
+    folder DIR of a recorded profile: reports on that one.
+    """,
+    examples=[
+        "muster profile train.py --lr 1e-4              one rank per GPU, or one on the CPU",
+        "muster profile --ranks 2 config.yaml           a settings file of muster train",
+        "muster profile --verify train.py               apply the top recommendation, and measure",
+        "muster profile --steps 50:53 --on-ranks 0 train.py    other steps, one rank's trace",
+        "muster profile profile/2026-01-31-120000       report on a recorded profile",
+    ],
+)
 def run(options: ProfileOptions) -> int:
     """Profile the training, or show a recorded profile, and return the exit code."""
     # Imported on use.

@@ -1,13 +1,12 @@
 """``muster prove``: show that a training script repeats, resumes and scales correctly."""
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
 from torchmuster.cli.jobs import named_variables
-from torchmuster.cli.options import JsonOptions, ResumeOptions, add_options, flag
+from torchmuster.cli.options import JsonOptions, ResumeOptions, command, flag
 from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, rank_command
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.prove.explanations import kinds
@@ -25,7 +24,7 @@ WIDTH = 100
 def steps_number(text: str) -> int:
     """Parse a number of optimizer steps."""
     if not text.isdecimal() or int(text) < FEWEST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {FEWEST_STEPS}")
+        raise ValueError(f"{text!r} is not a number of at least {FEWEST_STEPS}")
     return int(text)
 
 
@@ -33,7 +32,7 @@ def rank_counts(text: str) -> tuple[int, ...]:
     """Parse a comma list of numbers of ranks."""
     words = text.split(",")
     if not all(word.isdecimal() and 1 <= int(word) <= 64 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 1,2,4")
+        raise ValueError(f"{text!r} is not a list of numbers, such as 1,2,4")
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -42,7 +41,7 @@ def properties(text: str) -> tuple[str, ...]:
     words = tuple(text.split(","))
     unknown = [word for word in words if word not in PROPERTIES]
     if unknown:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{unknown[0]!r} is not a property; write for example {','.join(PROPERTIES[:2])}"
         )
     return words
@@ -53,9 +52,7 @@ def stops(text: str) -> tuple[str, ...]:
     words = tuple(text.split(","))
     unknown = [word for word in words if word not in STOPS]
     if unknown:
-        raise argparse.ArgumentTypeError(
-            f"{unknown[0]!r} is not a stop; choose among {','.join(STOPS)}"
-        )
+        raise ValueError(f"{unknown[0]!r} is not a stop; choose among {','.join(STOPS)}")
     return words
 
 
@@ -122,30 +119,22 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
     )
 
 
-OPTIONS = ProveOptions
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster prove``."""
-    parser.usage = "muster prove [options] config.yaml | script.py [the script's own arguments]"
-    parser.description = (
-        f"{parser.description}\nRuns an unmodified script several times for a few steps: twice from its start, stopped "
-        "and\nresumed, and on other numbers of ranks. Names the first thing that differs.\nEach run works in a "
-        "copy of this folder. Writes elsewhere are refused: by the kernel (Landlock, Linux 5.19), else only those of Python."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster prove train.py                         two ranks, 20 steps, on the CPU or on GPUs",
-            "muster prove --resume-with '--resume {path}' train.py --save_every 5",
-            "muster prove --ranks 1,2,4 --batch-arg batch_size train.py --batch_size 4",
-            "muster prove config.yaml                      a settings file of muster train",
-            "muster prove --json train.py                  for CI: exit code 1 if a property does not hold",
-        ],
-    )
-    add_options(parser, ProveOptions, run)
-
-
+@command(
+    ProveOptions,
+    usage="muster prove [options] config.yaml | script.py [the script's own arguments]",
+    more="""
+    Runs an unmodified script several times for a few steps: twice from its start, stopped and
+    resumed, and on other numbers of ranks. Names the first thing that differs.
+    Each run works in a copy of this folder. Writes elsewhere are refused: by the kernel (Landlock, Linux 5.19), else only those of Python.
+    """,
+    examples=[
+        "muster prove train.py                         two ranks, 20 steps, on the CPU or on GPUs",
+        "muster prove --resume-with '--resume {path}' train.py --save_every 5",
+        "muster prove --ranks 1,2,4 --batch-arg batch_size train.py --batch_size 4",
+        "muster prove config.yaml                      a settings file of muster train",
+        "muster prove --json train.py                  for CI: exit code 1 if a property does not hold",
+    ],
+)
 def run(options: ProveOptions) -> int:
     """Prove the script and return the exit code."""
     request = _proof_request(options)

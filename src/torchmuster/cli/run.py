@@ -1,40 +1,32 @@
 """``muster run``: start a torchrun script on one or more hosts, and follow it."""
 
-import argparse
 from pathlib import Path
 
-from torchmuster.cli import jobs, node_group, parsers, slurm_run
+from torchmuster.cli import jobs, node_group, slurm_run
 from torchmuster.cli.launching import hosts_for, launch, run_folder
-from torchmuster.cli.options import RunOptions, add_options
+from torchmuster.cli.options import RunOptions, command
 from torchmuster.cli.scripts import script_of
 from torchmuster.cli.torchrun import translated
 from torchmuster.errors import Impossible
 
-OPTIONS = RunOptions
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster run``."""
-    parser.usage = "muster run [options] script.py [the script's own arguments]"
-    parser.description = (
-        f"{parser.description}\nA script for torchrun needs no change. Each rank gets its RANK, "
-        "its log and its devices;\nif a rank fails, all others are stopped and its error is shown. "
-        "muster run -m package.module\nstarts a module."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster run --num-gpus 2 train.py --lr 1e-4    two free GPUs of this machine, claimed",
-            "muster run --device cpu --ranks 2 train.py    two ranks on the CPU",
-            "muster run --hosts a,b:4,c train.py           three hosts over ssh",
-            "muster run --join train.py                    this machine, and one that joins with a code",
-            "muster run --slurm --nodes 2 --sbatch '--gpus-per-node=8' train.py    as a Slurm job",
-            "muster run torchrun --nproc-per-node 2 train.py    a pasted torchrun command",
-        ],
-    )
-    add_options(parser, RunOptions, run)
-
-
+@command(
+    RunOptions,
+    usage="muster run [options] script.py [the script's own arguments]",
+    more="""
+    A script for torchrun needs no change. Each rank gets its RANK, its log and its devices;
+    if a rank fails, all others are stopped and its error is shown. muster run -m package.module
+    starts a module.
+    """,
+    examples=[
+        "muster run --num-gpus 2 train.py --lr 1e-4    two free GPUs of this machine, claimed",
+        "muster run --device cpu --ranks 2 train.py    two ranks on the CPU",
+        "muster run --hosts a,b:4,c train.py           three hosts over ssh",
+        "muster run --join train.py                    this machine, and one that joins with a code",
+        "muster run --slurm --nodes 2 --sbatch '--gpus-per-node=8' train.py    as a Slurm job",
+        "muster run torchrun --nproc-per-node 2 train.py    a pasted torchrun command",
+    ],
+)
 def run(options: RunOptions) -> int:
     """Start the script and return its exit code."""
     options = translated(options)

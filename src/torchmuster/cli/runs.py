@@ -1,11 +1,12 @@
 """``muster runs``: list the runs in a folder and their state."""
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torchmuster.cli import output, parsers
+from torchmuster.cli import output
+from torchmuster.cli.options import JsonOptions, RunsOptions, command, flag
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.tickets import WaitingRequest, read_tickets
 from torchmuster.errors import ExitCode
@@ -14,44 +15,41 @@ from torchmuster.redaction import printable
 from torchmuster.runfolder import RunFolder, list_runs
 from torchmuster.units import format_seconds, plural
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster runs``."""
-    parsers.show_examples(parser, ["muster runs", "muster runs --json"])
-    parsers.add_runs_flag(parser)
-    parser.add_argument("--all", action="store_true", help="list all runs, not only the newest 20")
-    parsers.add_json_flag(parser)
-    parser.set_defaults(run=_run_runs)
+NEWEST = 20
 
 
-def _run_runs(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RunsCommandOptions(RunsOptions, JsonOptions):
+    """The flags of ``muster runs``."""
+
+    all: bool = flag(f"list all runs, not only the newest {NEWEST}", default=False)
+
+
+@command(RunsCommandOptions, examples=["muster runs", "muster runs --json"])
+def run(options: RunsCommandOptions) -> int:
+    """Print the runs, the newest first."""
     runs = list_runs(options.runs)
-    shown = runs if options.all else runs[:20]
+    shown = runs if options.all else runs[:NEWEST]
+    line = read_tickets(Claims.here(os.environ).queue)
     if options.json:
-        line = read_tickets(Claims.here(os.environ).queue)
-        output.print_json([_runs_as_json(run, line) for run in shown])
+        output.print_json([_as_json(folder, line) for folder in shown])
         return ExitCode.GOOD
     if not shown:
         output.print_text(f"no runs in {options.runs}; to start one: muster run script.py")
         return ExitCode.GOOD
-    line = read_tickets(Claims.here(os.environ).queue)
-    table = [_runs_cells(run, line) for run in shown]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        output.print_text("  ".join([*cells, row[3]]).rstrip())
+    output.print_table([_cells(folder, line) for folder in shown])
     if len(runs) > len(shown):
         output.print_text(f"… {len(runs) - len(shown)} older runs: muster runs --all")
     return ExitCode.GOOD
 
 
-def _place_in_line(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object] | None:
+def _place_in_line(folder: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object] | None:
     """Return for what a run waits in the line of this host, and since when; None if it does not."""
-    folder = str(run.path.resolve())
-    for place, waiting in enumerate(line, start=1):
-        if waiting.run == folder:
+    path = str(folder.path.resolve())
+    for position, waiting in enumerate(line, start=1):
+        if waiting.run == path:
             return {
-                "place": place,
+                "place": position,
                 "of": len(line),
                 "for": str(waiting.request),
                 "since_unix_s": waiting.since_unix_s,
@@ -59,39 +57,42 @@ def _place_in_line(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, 
     return None
 
 
-def _runs_cells(run: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str, str, str]:
+def _cells(folder: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str, str, str]:
     """Return the cells of a run, safe to print: a folder may belong to another user."""
-    job, state = run_state.read_job(run), run_state.read_state(run)
-    words = printable(job.shown) if job else ""
+    job, state = run_state.read_job(folder), run_state.read_state(folder)
+    details = printable(job.shown) if job else ""
     if state is None:
-        return run.id, "unknown", "-", words
+        return folder.id, "unknown", "-", details
     end = time.time() if state.active else state.since_unix_s
     took = format_seconds(max(0.0, end - state.started_unix_s))
-    summary = _summary(run)
+    summary = _summary(folder)
     if summary.restarts:
         took += f", {plural(summary.restarts, 'restart')}"
-    waiting = _place_in_line(run, line)
+    waiting = _place_in_line(folder, line)
     if state.phase == "waiting" and waiting is not None:
-        words = f"place {waiting['place']} of {waiting['of']}, waits for {waiting['for']}: {words}"
+        details = (
+            f"place {waiting['place']} of {waiting['of']}, waits for {waiting['for']}: {details}"
+        )
     elif state.phase in ("failed", "died"):
-        words = state.headline.partition("\n")[0]
+        details = state.headline.partition("\n")[0]
     elif state.active and summary.hang is not None:
-        words = printable([str(summary.hang.facts.get("what", "hangs"))])
-    return run.id, state.phase, took, words
+        details = printable([str(summary.hang.facts.get("what", "hangs"))])
+    return folder.id, state.phase, took, details
 
 
-def _summary(run: RunFolder) -> run_state.EventSummary:
-    return run_state.EventSummary.of(run_state.read_events(run))
+def _summary(folder: RunFolder) -> run_state.EventSummary:
+    return run_state.EventSummary.of(run_state.read_events(folder))
 
 
-def _runs_as_json(run: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:
-    job, state, summary = run_state.read_job(run), run_state.read_state(run), _summary(run)
+def _as_json(folder: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:
+    job, state = run_state.read_job(folder), run_state.read_state(folder)
+    summary = _summary(folder)
     is_hung = state is not None and state.active and summary.hang is not None
     return {
-        "id": run.id,
-        "folder": str(run.path.resolve()),
+        "id": folder.id,
+        "folder": str(folder.path.resolve()),
         "phase": state.phase if state else None,
-        "waiting": _place_in_line(run, line),
+        "waiting": _place_in_line(folder, line),
         "exit_code": state.exit_code if state else None,
         "restarts": summary.restarts,
         "hangs": is_hung,

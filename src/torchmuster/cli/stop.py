@@ -1,18 +1,19 @@
 """``muster stop``: stop a run on all its hosts, and verify that it has stopped."""
 
-import argparse
 import os
 import signal
 import time
+from dataclasses import dataclass
 
 import psutil
 
-from torchmuster.cli import output, parsers
-from torchmuster.cli.options import duration
+from torchmuster.cli import output
+from torchmuster.cli.options import WhichRunOptions, argument, command, flag
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, refuse_foreign
+from torchmuster.units import parse_seconds
 
 _SAY_EVERY_S = 5.0
 # Time that the launcher may take after the ranks' grace period to stop the other hosts and itself.
@@ -20,35 +21,37 @@ _BEYOND_GRACE_S = 15.0
 _KILL_WITHIN_S = 5.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster stop``."""
-    parser.description = (
-        f"{parser.description}\nSends SIGTERM to its ranks, which may save a checkpoint; kills "
-        "them after "
-        "the run's launch.grace."
+@dataclass(frozen=True, kw_only=True)
+class StopOptions(WhichRunOptions):
+    """The flags of ``muster stop``."""
+
+    which: str | None = argument(
+        "a run's id, a unique part of it, its folder, or: last (default: the active run, if there is only one)",
+        metavar="RUN",
     )
-    parsers.show_examples(
-        parser,
-        [
-            "muster stop                        the active run in ./runs",
-            "muster stop 20260131-1200          a unique part of the run's id",
-            "muster stop /data/runs/20260131-120000-train-1a2b",
-        ],
-    )
-    parsers.add_run_argument(parser, default="the active run, if there is only one")
-    parser.add_argument(
-        "--within",
-        type=duration,
+    within: float | None = flag(
+        "kill the launcher after DURATION (default: 15s more than the run's launch.grace)",
+        parse=parse_seconds,
         metavar="DURATION",
-        help="kill the launcher after DURATION (default: 15s more than the run's launch.grace)",
     )
-    parser.set_defaults(run=_run_stop)
 
 
-def _run_stop(options: argparse.Namespace) -> int:
-    run = choose_run(options.which, options.runs, "running", only_one=True)
-    refuse_foreign(run, "stop")
-    return stop_run(run, within_s=options.within)
+@command(
+    StopOptions,
+    more="""
+    Sends SIGTERM to its ranks, which may save a checkpoint; kills them after the run's launch.grace.
+    """,
+    examples=[
+        "muster stop                        the active run in ./runs",
+        "muster stop 20260131-1200          a unique part of the run's id",
+        "muster stop /data/runs/20260131-120000-train-1a2b",
+    ],
+)
+def run(options: StopOptions) -> int:
+    """Stop the run."""
+    folder = choose_run(options.which, options.runs, "running", only_one=True)
+    refuse_foreign(folder, "stop")
+    return stop_run(folder, within_s=options.within)
 
 
 def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:

@@ -6,7 +6,6 @@ The flags of torchrun are parsed by torch's own parser (torchrun_parser.py) and 
 import dataclasses
 import ipaddress
 import json
-import os
 import re
 import shlex
 import shutil
@@ -19,9 +18,9 @@ from typing import Any
 from torchmuster.cli import jobs, output
 from torchmuster.cli.options import NO_PYTHON, RunOptions
 from torchmuster.config.layers import Flag
+from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import parse_nodes
-from torchmuster.redaction import harmless, redact_command
 
 PARSER = Path(__file__).with_name("torchrun_parser.py")
 PYTHON = re.compile(r"python[\d.]*")
@@ -73,33 +72,30 @@ def translated(options: RunOptions) -> RunOptions:
     words = list(options.script)
     if not words or (Path(words[0]).is_file() and "/" not in words[0]):
         return options
-    name = Path(words[0]).name
     if ASSIGNMENT.fullmatch(words[0]):
         raise Impossible(
             f"{words[0].partition('=')[0]}=… is in front of the script",
             why="the shell sets variables in front of a whole command",
             fix=f"put it in front of muster, or: muster run --env {shlex.quote(words[0])} …",
         )
+    name = Path(words[0]).name
     if PYTHON.fullmatch(name):
         words = _without_python(words)
         name = words[0]
-        if words[:1] == ["-m"] and words[1:] and words[1] in (*TORCHRUN, *OTHERS):
-            words = words[1:]
-            name = words[0]
-        elif words[:2] and words[0] == "-m" and words[1].startswith("accelerate.commands."):
-            name = "accelerate"
+        if name == "-m" and len(words) > 1:
+            module = "accelerate" if words[1].startswith("accelerate.") else words[1]
+            if module in (*TORCHRUN, *OTHERS):
+                words = words[1:]
+                name = module
     if name in OTHERS:
         raise Impossible(
             f"muster run cannot start {name}",
             why=f"{name} itself starts the ranks, or sets up their environment",
             fix=OTHERS[name],
         )
-    if name not in TORCHRUN:
-        return dataclasses.replace(options, script=tuple(words))
-    options = _from_torchrun(options, words[1:])
-    command = shlex.join(redact_command(["muster", *_shown(options), *options.script]))
-    output.say(f"muster: the same command: {harmless(command)}")
-    return options
+    if name in TORCHRUN:
+        return _from_torchrun(options, words[1:])
+    return dataclasses.replace(options, script=tuple(words))
 
 
 def _without_python(words: Sequence[str]) -> list[str]:
@@ -115,13 +111,11 @@ def _without_python(words: Sequence[str]) -> list[str]:
     rest = list(words[1:])
     while rest[:1] == ["-u"]:  # ranks are always unbuffered
         rest = rest[1:]
-    if not rest or rest[0] in ("-c", "-"):
-        raise Impossible("there is no script or module after python", fix="muster run train.py")
-    if rest[0].startswith("-") and rest[0] != "-m":
+    if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
         raise Impossible(
-            f"muster run cannot pass {rest[0]} to Python",
+            f"there is no script or module after {' '.join([words[0], *rest[:1]])}",
             why="Muster starts the Python of each rank itself",
-            fix="leave it out, or set the variable that does the same: --env PYTHON…=…",
+            fix="muster run train.py; flags of Python are variables, too: --env PYTHON…=…",
         )
     return rest
 
@@ -139,6 +133,7 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _from_torchrun(options: RunOptions, words: Sequence[str]) -> RunOptions:
+    """Return the options with those of torchrun; the flags of muster override them."""
     given, script = _parse(words)
     for name, (why, fix) in REFUSED.items():
         if name in given:
@@ -151,31 +146,31 @@ def _from_torchrun(options: RunOptions, words: Sequence[str]) -> RunOptions:
             "--nodes 2 train.py, and here muster join",
         )
     changes: dict[str, object] = _ranks(str(given.pop("nproc_per_node", 1)))
-    if given.get("nnodes", "1:1") not in ("1", "1:1"):
-        changes["nodes"] = parse_nodes(given["nnodes"])
-    given.pop("nnodes", None)
+    nodes = given.pop("nnodes", "1")
+    if nodes not in ("1", "1:1"):
+        changes["nodes"] = parse_nodes(nodes)
     if "max_restarts" in given:
         changes["max_restarts"] = str(given.pop("max_restarts"))
     if "log_dir" in given:
         changes["runs"] = Path(given.pop("log_dir"))
+    usual = RunOptions()
+    for name in list(changes):
+        if getattr(options, name) != getattr(usual, name):
+            del changes[name]
+    if options.num_gpus or options.gpu_ids:
+        changes.pop("ranks", None)
     if "role" in given:
         changes["env"] = (*options.env, f"ROLE_NAME={given.pop('role')}")
-    settings = _settings(given, several="nodes" in changes)
-    changes["set"] = (*settings, *options.set)
+    changes["set"] = (*_settings(given, several=nodes not in ("1", "1:1")), *options.set)
     if given.pop("module", False):
         script = ["-m", *script]
     if given.pop("no_python", False):
-        script = _program(script)
-    _say_without_effect(given)
+        script = [NO_PYTHON, *script]
+    for name in given:
+        reason = DONE_OTHERWISE.get(name, "Muster does this in its own way")
+        if reason:
+            output.say(f"muster: {_flag(name)} has no effect: {reason}")
     changes["script"] = tuple(script)
-    typed = {word.partition("=")[0] for word in options.words}
-    for name in ("ranks", "nodes", "max_restarts", "runs"):
-        if _flag(name) in typed:
-            changes.pop(name, None)
-    if typed & {"--num-gpus", "--gpu-ids"}:
-        changes.pop("ranks", None)
-    if "--device" in typed:
-        changes.pop("device", None)
     return dataclasses.replace(options, **changes)  # type: ignore[arg-type]  # checked by the tests
 
 
@@ -185,9 +180,9 @@ def _ranks(value: str) -> dict[str, object]:
     if value in ("gpu", "cuda", "xpu"):
         return {"device": "gpu"}
     if value == "auto" and jobs.sees_gpus():
-        return {"device": "auto"}
+        return {}
     if value in ("auto", "cpu"):
-        return {"device": "cpu", "ranks": _cores()}
+        return {"device": "cpu", "ranks": usable_cores().value}
     raise Impossible(
         f"--nproc-per-node {value} is not a number of ranks",
         why="the value must be a number, gpu, cpu or auto",
@@ -195,34 +190,24 @@ def _ranks(value: str) -> dict[str, object]:
     )
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _settings(given: dict[str, Any], *, several: bool) -> list[Flag]:
     """Take the flags of torchrun that are settings: the rendezvous and the time to stop."""
-    settings = []
-
-    def add(name: str, path: str, value: object) -> None:
-        settings.append(Flag(flag=_flag(name), path=path, text=str(value)))
-
     address, _, port = given.pop("rdzv_endpoint", "").rpartition(":")
     address = given.pop("master_addr", address)
     address = given.pop("local_addr", address)
     port = str(given.pop("master_port", port))
+    values = {}
     if several and _is_reachable(address):
-        add("rdzv_endpoint", "launch.address", address)
+        values["launch.address"] = address
     if port.isdecimal() and port != "0" and "standalone" not in given:
-        add("master_port", "distributed.master_port", port)
+        values["distributed.master_port"] = port
     for pair in given.pop("rdzv_conf", "").split(","):
         name, _, value = pair.partition("=")
         if name in ("join_timeout", "timeout"):
-            add("rdzv_conf", "launch.join_timeout", value)
+            values["launch.join_timeout"] = value
     if "shutdown_timeout" in given:
-        add("shutdown_timeout", "launch.grace", given.pop("shutdown_timeout"))
-    return settings
+        values["launch.grace"] = str(given.pop("shutdown_timeout"))
+    return [Flag(flag="torchrun", path=path, text=text) for path, text in values.items()]
 
 
 def _is_reachable(address: str) -> bool:
@@ -231,49 +216,6 @@ def _is_reachable(address: str) -> bool:
         return not ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _say_without_effect(given: dict[str, Any]) -> None:
-    for name in given:
-        reason = DONE_OTHERWISE.get(name, "Muster does this in its own way")
-        if reason:
-            output.say(f"muster: {_flag(name)} has no effect: {reason}")
-
-
-def _program(command: Sequence[str]) -> list[str]:
-    """Return the program that torchrun would start without Python; Python code becomes a script."""
-    path = shutil.which(command[0]) or command[0]
-    if Path(command[0]).is_file():
-        path = command[0]
-    try:
-        with Path(path).open("rb") as stream:
-            first = stream.readline(200)
-    except OSError:
-        raise Impossible(
-            f"--no-python {command[0]}: there is no such program", fix="muster run train.py"
-        ) from None
-    is_python = path.endswith(".py") or (first.startswith(b"#!") and b"python" in first)
-    return [path, *command[1:]] if is_python else [NO_PYTHON, path, *command[1:]]
-
-
-def _shown(options: RunOptions) -> list[str]:
-    """Return the flags of the same command."""
-    words = list(options.words)
-    typed = {word.partition("=")[0] for word in words}
-    pairs = {
-        "--ranks": options.ranks,
-        "--nodes": options.nodes,
-        "--max-restarts": options.max_restarts,
-    }
-    if options.device != "auto":
-        pairs["--device"] = options.device
-    for name, value in pairs.items():
-        if value is not None and name not in typed:
-            words.append(f"{name}={value}")
-    for flag in options.set:
-        if not flag.flag.startswith("--set"):
-            words += ["--set", f"{flag.path}={flag.text}"]
-    return words
 
 
 def _flag(name: str) -> str:

@@ -1,15 +1,14 @@
 """``muster train``: train from a settings file, on one or more hosts."""
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, node_group, parsers, slurm_run
+from torchmuster.cli import jobs, node_group, slurm_run
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launching import hosts_for, launch, run_folder
-from torchmuster.cli.options import TrainOptions, add_options
+from torchmuster.cli.options import TrainOptions, command
 from torchmuster.cli.scripts import Script
 from torchmuster.config.here import check_here
 from torchmuster.config.resolve import Resolved
@@ -33,27 +32,22 @@ ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster train``."""
-    parser.description = (
-        f"{parser.description}\nChecks the settings, claims the devices, starts a rank on each, and "
-        "trains; the weights are saved in\nthe run folder. To start your own training script, use "
-        f"muster run.\nThe same under torchrun: torchrun … -m {WORKER} --config config.yaml"
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster train --config config.yaml                    all free GPUs of this machine",
-            "muster train --config config.yaml --device cpu --ranks 2    two ranks on the CPU",
-            "muster train --config config.yaml --set train.steps=100     override a setting",
-            "muster train --config config.yaml --hosts a,b        two hosts over ssh",
-            "muster train --resume last                           resume the last training run",
-            "muster train --resume last --set train.steps=2000    resume it, and train longer",
-        ],
-    )
-    add_options(parser, TrainOptions, run)
-
-
+@command(
+    TrainOptions,
+    more=f"""
+    Checks the settings, claims the devices, starts a rank on each, and trains; the weights are saved in
+    the run folder. To start your own training script, use muster run.
+    The same under torchrun: torchrun … -m {WORKER} --config config.yaml
+    """,
+    examples=[
+        "muster train --config config.yaml                    all free GPUs of this machine",
+        "muster train --config config.yaml --device cpu --ranks 2    two ranks on the CPU",
+        "muster train --config config.yaml --set train.steps=100     override a setting",
+        "muster train --config config.yaml --hosts a,b        two hosts over ssh",
+        "muster train --resume last                           resume the last training run",
+        "muster train --resume last --set train.steps=2000    resume it, and train longer",
+    ],
+)
 def run(options: TrainOptions) -> int:
     """Train and return the exit code."""
     if options.json and not options.dry_run:
@@ -95,9 +89,9 @@ def run(options: TrainOptions) -> int:
         return slurm_run.submit_and_follow(options, spec)
     spec, transport = hosts_for(options, spec, resolved, group)
     if options.dry_run:
-        folder = options.runs / "RUN" if run is None else run.path
         from torchmuster.cli import dry_run
 
+        folder = options.runs / "RUN" if run is None else run.path
         return dry_run.show(
             _in_folder(spec, folder, resolved), transport, resolved, as_json=options.json
         )

@@ -1,13 +1,14 @@
 """``muster watch``: monitor a run live on the terminal, with alerts."""
 
-import argparse
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import output, parsers, reporting
+from torchmuster.cli import output, reporting
+from torchmuster.cli.options import WhichRunOptions, command, flag
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode
 
@@ -17,43 +18,39 @@ if TYPE_CHECKING:
 _EVERY_S = 2.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``muster watch``."""
-    parser.description = (
-        f"{parser.description}\nReads only the run folder and does not affect the run. "
-        "Ctrl-C exits."
-    )
-    parsers.show_examples(
-        parser,
-        [
-            "muster watch                       curves, where the time goes, ranks, alerts",
-            "muster watch --once                print a snapshot as text",
-            "muster watch --report r.html       write a self-contained page, for a ticket",
-            "muster watch | tee alerts.txt      without a terminal: only alerts, one per line",
-        ],
-    )
-    parsers.add_run_argument(parser, default="the active run, else the newest")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print a snapshot as text, and exit")
-    how.add_argument(
-        "--report",
-        type=Path,
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions(WhichRunOptions):
+    """The flags of ``muster watch``."""
+
+    once: bool = flag("print a snapshot as text, and exit", default=False)
+    report: Path | None = flag(
+        "write a self-contained page, like the report at a run's end, and exit",
+        parse=Path,
         metavar="FILE",
-        help="write a self-contained page, like the report at a run's end, and exit",
     )
-    parser.set_defaults(run=_run_watch)
 
 
-def _run_watch(options: argparse.Namespace) -> int:
+@command(
+    WatchOptions,
+    more="Reads only the run folder and does not affect the run. Ctrl-C exits.",
+    examples=[
+        "muster watch                       curves, where the time goes, ranks, alerts",
+        "muster watch --once                print a snapshot as text",
+        "muster watch --report r.html       write a self-contained page, for a ticket",
+        "muster watch | tee alerts.txt      without a terminal: only alerts, one per line",
+    ],
+)
+def run(options: WatchOptions) -> int:
+    """Show the run until it is over."""
     from torchmuster.monitor.views.run_picture import RunWatch
     from torchmuster.monitor.views.run_screen import run_screen
 
-    run = choose_run(options.which, options.runs, "running")
+    folder = choose_run(options.which, options.runs, "running")
     if options.report is not None:
-        reporting.write(run, options.report)
+        reporting.write(folder, options.report)
         output.say(f"muster: report in {options.report}")
         return ExitCode.GOOD
-    watch = RunWatch(run)
+    watch = RunWatch(folder)
     if options.once:
         output.print_styled(run_screen(watch.look(time.time()), output.width()))
         return ExitCode.GOOD

@@ -75,7 +75,7 @@ def _refusal(
     able = len(offered) - len(obstacles)
     what = f"{request} requested, {able or 'none'} available"
     why = _why_refused(node, offered, obstacles, environment)
-    fixes = [f"request {plural(able, 'GPU')}"] if able else []
+    fixes = [f"request {plural(able, 'GPU')}: --num-gpus {able}"] if able else []
     lasting = [problem for problem in obstacles.values() if not problem.passing]
     if len(offered) - len(lasting) >= wanted:
         fixes = ["wait for them: --wait", *fixes]

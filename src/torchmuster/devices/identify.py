@@ -8,7 +8,7 @@ from torchmuster.devices.request import DeviceRequest, GpuId
 from torchmuster.devices.visibility import Visible, visible
 from torchmuster.errors import NoSuchDevice
 
-SHOW_IDS = "muster gpus --uuids  # shows the indices and UUIDs to use"
+SHOW_IDS = "muster gpus --json  # shows the indices and UUIDs to use"
 
 
 def find_device(node: Node, gpu_id: GpuId, environment: Mapping[str, str]) -> Device:

@@ -186,7 +186,7 @@ def _ignored(restriction: str, problem: str, chosen: Sequence[Device]) -> Findin
         status=Status.WARNING,
         what=f"{restriction} leaves {left} visible",
         why=problem,
-        fix="muster gpus --uuids  # shows the indices and UUIDs to use",
+        fix="muster gpus --json  # shows the indices and UUIDs to use",
     )
 
 

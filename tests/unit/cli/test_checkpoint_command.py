@@ -130,11 +130,9 @@ def test_what_cannot_be_checked_is_a_warning(
 def test_only_lora_can_be_merged(
     muster: Muster, run: RunFolder, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
-    for flag in ("--merge", "--adapter"):
-        done = muster("checkpoint", "export", flag, "--to", "my-model")
-        assert done.code == 2
-        assert done.err == snapshot
-    assert muster("checkpoint", "export", "--merge", "--adapter", "--to", "my-model").code == 2
+    done = muster("checkpoint", "export", "--merge", "--to", "my-model")
+    assert done.code == 2
+    assert done.err == snapshot
     assert not (own_machine / "my-model").exists()
 
 

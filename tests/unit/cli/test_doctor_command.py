@@ -44,10 +44,10 @@ def broken_torch(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_healthy_machine(muster: Muster, snapshot: SnapshotAssertion) -> None:
-    short = muster("doctor", "--only", *OF_SOFTWARE)
+    short = muster("doctor", "--only", ",".join(OF_SOFTWARE))
     assert short.code == 0
     assert "ready for a run" in short.out.splitlines()[-1]
-    done = muster("doctor", "--all", "--only", *OF_SOFTWARE)
+    done = muster("doctor", "--all", "--only", ",".join(OF_SOFTWARE))
     assert done.code == 0, done.out
     *lines, blank, verdict = done.out.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in OF_SOFTWARE]
@@ -81,7 +81,7 @@ def test_a_warning_does_not_fail_the_command(muster: Muster, snapshot: SnapshotA
 
 
 def test_json(muster: Muster) -> None:
-    done = muster("doctor", "--json", "--only", "torch", "variables", env={"RANK": "1"})
+    done = muster("doctor", "--json", "--only", "torch,variables", env={"RANK": "1"})
     answer = json.loads(done.out)
     assert set(answer) == {"torchmuster", "seconds", "subjects", "findings"}
     assert answer["subjects"] == {"torch": "ok", "variables": "warning"}
@@ -123,7 +123,7 @@ def test_an_error_text_is_explained(muster: Muster) -> None:
 def test_a_broken_torch(
     muster: Muster, broken_torch: dict[str, str], snapshot: SnapshotAssertion
 ) -> None:
-    done = muster("doctor", "--only", "torch", "python", "--json", env=broken_torch)
+    done = muster("doctor", "--only", "torch,python", "--json", env=broken_torch)
     assert (done.code, done.err) == (1, "")
     found = {one["name"]: one for one in json.loads(done.out)["findings"]}
     assert found["torch-broken"]["why"] == snapshot
@@ -154,10 +154,10 @@ def test_no_torch_at_all(tmp_path: Path) -> None:
         f"sys.path += [{str(packages)!r}, {str(source)!r}]\n"
         "from torchmuster.cli import doctor\n"
         "import argparse\n"
+        "from torchmuster.cli.options import add_flags, read_options\n"
         "parser = argparse.ArgumentParser()\n"
-        "doctor.add_arguments(parser)\n"
-        "options = parser.parse_args(sys.argv[1:])\n"
-        "sys.exit(options.run(options))\n"
+        "add_flags(parser, doctor.DoctorOptions)\n"
+        "sys.exit(doctor.run(read_options(doctor.DoctorOptions, parser.parse_args(sys.argv[1:]))))\n"
     )
     # Without site, Python does not know of the packages that are installed.
     done = subprocess.run(

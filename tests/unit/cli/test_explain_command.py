@@ -1,6 +1,5 @@
 """What ``muster explain`` says of runs in every state, of torn folders, and of folders from elsewhere."""
 
-import argparse
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.history.root_cause import NodeExit
 from torchmuster.launch.job import JobSpec
 from torchmuster.runfolder import RunFolder, create_run_folder
+from typed_options import options_from
 
 Explain = Callable[..., str]
 HANG = Finding(
@@ -47,11 +47,8 @@ def explained(
     monkeypatch.setenv("COLUMNS", "200")
 
     def say(*words: str) -> str:
-        parser = argparse.ArgumentParser()
-        parser.description = ""
-        explain.add_arguments(parser)
-        options = parser.parse_args(["--runs", str(tmp_path / "runs"), *words])
-        assert options.run(options) == 0
+        runs = str(tmp_path / "runs")
+        assert explain.run(options_from(explain.ExplainOptions, "--runs", runs, *words)) == 0
         return capsys.readouterr().out
 
     return say

@@ -28,7 +28,7 @@ def test_of_several_jobs_one_must_be_given(own_machine: Path, muster: Muster) ->
         assert both.code == 2
         assert "there are 2 distributed jobs" in both.err
         # Rank 1 was never started: the rank that is there waits for nobody.
-        one = muster("hang", str(pid), "--for", "2s")
+        one = muster("hang", str(pid), "--within", "2s")
         assert one.code == 0, one
         assert one.out.startswith("job 127.0.0.1:41021: 1 of 2 ranks on ")
         assert "time.sleep at train.py:3 (idle)   > time.sleep(600)" in one.out

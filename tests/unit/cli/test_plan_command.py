@@ -1,6 +1,5 @@
 """``muster plan``: what it asks, shows, writes and refuses; forecasts are made up, so nothing is traced."""
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -12,7 +11,6 @@ from syrupy.assertion import SnapshotAssertion
 
 from made_up_plans import MadeUpModel, hardware
 from torchmuster.cli import plan as command
-from torchmuster.cli.options import read_options
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
@@ -21,6 +19,7 @@ from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.units import GiB
+from typed_options import options_from
 
 Plan = Callable[..., int]
 
@@ -52,10 +51,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plan:
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> int:
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        options = read_options(command.PlanOptions, parser.parse_args(words))
-        return int(command.run(options))
+        return int(command.run(options_from(command.PlanOptions, *words)))
 
     return call
 

@@ -1,6 +1,5 @@
 """``muster train --plan``: the flags of a training and its plan agree, whatever devices were asked for."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,13 +7,14 @@ import pytest
 
 from made_up_plans import MadeUpModel
 from torchmuster.cli import jobs, planned_training, train
-from torchmuster.cli.options import TrainOptions, read_options
+from torchmuster.cli.options import TrainOptions
 from torchmuster.config.resolve import Resolved
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.errors import ConfigError
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.units import GiB
+from typed_options import options_from
 
 Follow = Callable[..., tuple[TrainOptions, Resolved]]
 CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", total_bytes=512 * GiB)
@@ -52,10 +52,8 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
     (tmp_path / "c.yaml").write_text("model: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n")
 
     def call(*words: str) -> tuple[TrainOptions, Resolved]:
-        parser = argparse.ArgumentParser()
-        train.add_arguments(parser)
-        parsed = parser.parse_args(["--config", "c.yaml", "--plan", *words])
-        options = read_options(TrainOptions, parsed, words=("train",))
+        typed = ("--config", "c.yaml", "--plan", *words)
+        options = options_from(TrainOptions, *typed, words=("train",))
         options, _ = planned_training.follow_plan(options, jobs.settings_of(options))
         return options, jobs.settings_of(options)
 

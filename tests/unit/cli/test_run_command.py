@@ -156,7 +156,7 @@ def test_a_dry_run_on_gpus_names_them_and_claims_none(
     machine(scenarios.eight_a100_idle())
     told = plan(run("--dry-run", "--json", "--num-gpus", "2", "train.py"))
     assert len(told["hosts"][0]["devices"]) == 2
-    assert muster("gpus", "pick", "--num", "8").code == 0
+    assert muster("gpus", "pick", "--num-gpus", "8").code == 0
 
 
 @pytest.mark.parametrize("flags", [["--num-gpus", "9"], ["--gpu-ids", "0,8"]])

@@ -270,7 +270,7 @@ def test_two_nodes_choose_each_for_itself(snapshot: SnapshotAssertion) -> None:
     assert indices(pick(DGX, count=8)) == list(range(8))
     error = refusal_of(second, count=8)
     assert isinstance(error, DevicesBusy)
-    assert error.fix.splitlines() == ["wait for them: --wait", "request 7 GPUs"]
+    assert error.fix.splitlines() == ["wait for them: --wait", "request 7 GPUs: --num-gpus 7"]
     assert error == snapshot
 
 
@@ -281,7 +281,7 @@ def test_a_subset_of_a_shared_server(snapshot: SnapshotAssertion) -> None:
     error = refusal_of(DGX, count=5, cuda="2,3,5,7")
     assert isinstance(error, TooFewDevices)
     assert "CUDA_VISIBLE_DEVICES=2,3,5,7" in error.why
-    assert error.fix == "request 4 GPUs"
+    assert error.fix == "request 4 GPUs: --num-gpus 4"
     assert error == snapshot
 
 
@@ -442,7 +442,7 @@ def test_beside_nvidia_an_integrated_gpu_is_neither_counted_nor_numbered() -> No
     assert [one.uuid for one in pick(machine, ids=(0,)).value] == [gpu(0).uuid]
     error = refusal_of(machine, count=3)
     assert isinstance(error, TooFewDevices)
-    assert error.fix == "request 2 GPUs"
+    assert error.fix == "request 2 GPUs: --num-gpus 2"
     error = refusal_of(machine, ids=(2,))
     assert isinstance(error, NoSuchDevice)
     assert error.why.endswith(": 0, 1")

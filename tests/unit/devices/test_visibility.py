@@ -104,7 +104,7 @@ def test_values_that_mislead_are_told(text: str, expected: list[int], blamed: st
     assert f"CUDA_VISIBLE_DEVICES={text} " in finding.what
     assert all(f"GPU {index}" in finding.what for index in expected)
     assert blamed_by(seen) == blamed
-    assert finding.fix.startswith("muster gpus --uuids")
+    assert finding.fix.startswith("muster gpus --json")
 
 
 @pytest.mark.parametrize(

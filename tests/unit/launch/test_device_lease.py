@@ -57,14 +57,14 @@ def test_gpus_are_claimed_told_by_uuid_and_given_back(machine: Machine, muster: 
     assert (held.ranks, len(set(uuids))) == (6, 6)
     assert all(uuid.startswith("GPU-") for uuid in uuids)
     assert held.devices[0].endswith("NVIDIA A100-SXM4-80GB")
-    others = muster("gpus", "pick", "--num", "2")
+    others = muster("gpus", "pick", "--num-gpus", "2")
     assert others.code == 0
     assert not set(others.out.strip().split(",")) & set(uuids)
-    refused = muster("gpus", "pick", "--num", "3")
+    refused = muster("gpus", "pick", "--num-gpus", "3")
     assert refused.code == 3
     assert "GPUs 0-5: claimed by" in refused.err
     held.release()
-    assert muster("gpus", "pick", "--num", "8").code == 0
+    assert muster("gpus", "pick", "--num-gpus", "8").code == 0
     held.release()  # once more does no harm
 
 
@@ -93,7 +93,7 @@ def test_more_ranks_than_gpus_is_refused_before_anything_is_claimed(
         take(prepare(ranks=9))
     assert isinstance(caught.value, TooFewDevices)
     assert caught.value.what == snapshot
-    assert muster("gpus", "pick", "--num", "8").code == 0
+    assert muster("gpus", "pick", "--num-gpus", "8").code == 0
 
 
 def test_gpus_in_use_are_not_now_and_the_reason_is_told_while_waiting(machine: Machine) -> None:
@@ -154,7 +154,7 @@ def test_the_processor_as_asked_hides_the_gpus_and_claims_none(
     held = take(prepare(device="cpu", ranks=2))
     assert held.reasons[0] == snapshot
     assert held.variables["CUDA_VISIBLE_DEVICES"] == ""
-    assert muster("gpus", "pick", "--num", "8").code == 0
+    assert muster("gpus", "pick", "--num-gpus", "8").code == 0
 
 
 def test_gpus_that_are_hidden_here_are_not_taken(

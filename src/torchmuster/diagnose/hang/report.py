@@ -58,7 +58,7 @@ def conclusion(watch: JobWatch, seconds: float) -> Finding:
         status=Status.NOTE,
         what=f"{_still_text(watch)} did not move for {duration}, which does not prove a hang",
         why=why,
-        fix="muster hang --for 5min   # watch for longer",
+        fix="muster hang --within 5m   # watch for longer",
         evidence="\n".join(_group_lines(watch.ranks)),
     )
 

@@ -1,1 +1,0 @@
-"""One module for each benchmark of ``muster bench``, imported on use."""
