@@ -164,7 +164,7 @@ def test_a_run_says_where_else_its_checkpoints_are(run: RunFolder, own_machine: 
 def test_nothing_is_silent_for_long(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_SAID_EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint, "SAY_EVERY_S", 0.0)
     progress = checkpoint._Progress("step-1: read", None)
     progress(2**20)
     progress(2**20)

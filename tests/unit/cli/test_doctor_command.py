@@ -95,7 +95,7 @@ def test_json(muster: Muster) -> None:
 def test_an_unknown_subject_is_wrong_usage(muster: Muster) -> None:
     done = muster("doctor", "--only", "gpu")
     assert done.code == 2
-    assert "invalid choice: 'gpu'" in done.err
+    assert "argument --only: 'gpu'" in done.err
 
 
 def test_what_is_looked_at(muster: Muster) -> None:

@@ -71,7 +71,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(
         (["--ranks", "0", "train.py"], "argument --ranks: '0'"),
         (["--ranks", "-2", "train.py"], "argument --ranks: '-2'"),
         (["--wait=5x", "train.py"], "argument --wait: "),
-        (["--nodes", "2:x", "train.py"], "argument --nodes: "),
         (["--lr", "1", "train.py"], "unrecognized arguments: --lr"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
