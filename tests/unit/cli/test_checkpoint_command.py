@@ -165,7 +165,7 @@ def test_nothing_is_silent_for_long(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpoint, "SAY_EVERY_S", 0.0)
-    progress = checkpoint._Progress("step-1: read", None)
+    progress = checkpoint._progress("step-1: read", None)
     progress(2**20)
     progress(2**20)
     assert capsys.readouterr().err.splitlines() == [
