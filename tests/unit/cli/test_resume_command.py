@@ -99,6 +99,15 @@ def test_it_goes_on_in_its_folder_with_its_settings_device_and_ranks(
     assert (json.loads(fewer.out)["hosts"][0]["ranks"], fewer.err) == (2, "")
 
 
+def test_the_webhook_of_a_resumed_run_is_checked_before_it_starts(
+    resume: Resume, own_machine: Path
+) -> None:
+    made(own_machine, "stopped")
+    done = resume("last", "--dry-run", "--webhook", "file:///etc/passwd")
+    assert done.code == 2
+    assert "--webhook: the address is not an http" in done.err
+
+
 def test_a_relative_folder_means_the_one_that_the_run_began_in(
     muster: Muster, own_machine: Path
 ) -> None:
