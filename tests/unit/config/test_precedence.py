@@ -30,6 +30,8 @@ def samples(path: str) -> tuple[tuple[str, object], tuple[str, object]]:
             return (str(first), first), (str(first + 1), first + 1)
         case inspect.StrType():
             return ("first", "first"), ("second", "second")
+        case inspect.DictType():
+            return ("{first: a}", {"first": "a"}), ("{second: b}", {"second": "b"})
         case inspect.FloatType():
             return ("1e-5", 1e-5), ("0.5", 0.5)
         case inspect.LiteralType(values=values):
