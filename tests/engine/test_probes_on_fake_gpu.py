@@ -183,21 +183,27 @@ def test_products_are_checked_in_every_dtype_of_a_gpu(
     assert set(waits(accelerator)) == {GPU}
 
 
+def compare_on_cpu(got: torch.Tensor, expected: torch.Tensor) -> Values:
+    return Values(compared=got.numel(), wrong=int((got.cpu() != expected.cpu()).sum()))
+
+
 def test_doctor_multiplies_on_every_gpu_that_torch_sees(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_at_work, "_GPU_SIZE", 64)
-    monkeypatch.setattr(torch_at_work, "_MATMUL_S", 0.0)
+    for name, value in {"_TIMES_ON_GPU": 2, "_WARM_S": 0.0, "_MEASURE_S": 0.001}.items():
+        monkeypatch.setattr(matmul, name, value)
+    monkeypatch.setattr(matmul, "compare_values", compare_on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
     devices = torch_at_work._devices(torch)
     assert devices == [torch.device("cpu"), *(torch.device("cuda", one) for one in range(8))]
     with FakeGpu(accelerator, monkeypatch):
         record = torch_at_work._multiply(torch, GPU)
-    assert not record["error"]
+    assert "error" not in record
     assert (record["name"], record["index"], record["model"]) == ("cuda:3", 3, "H100 3")
     assert record["built_for"] == ["sm_80", "sm_90"]
-    assert (record["products"], record["wrong"]) == (4, 0)
+    assert record["compared"] > 0
+    assert record["wrong"] == 0
 
 
 def test_a_gpu_build_without_devices_reports_the_drivers_reason(
@@ -209,7 +215,7 @@ def test_a_gpu_build_without_devices_reports_the_drivers_reason(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "init", refuse)
-    facts = torch_at_work._facts(torch)
+    facts = torch_at_work._gpus_seen(torch)
     assert (facts["gpu_build"], facts["devices"]) == (True, 0)
     assert facts["gpu_error"] == "RuntimeError: Found no NVIDIA driver"
 

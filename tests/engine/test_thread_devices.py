@@ -159,5 +159,5 @@ def test_a_recorder_that_blocks_is_read_once(
     assert len(recorders.beats) == 1
     blocks.set()
     blocked.join(GIVE_UP_S)
-    writer._show()
+    assert writer._read_collectives()
     assert len(recorders.beats) == 2

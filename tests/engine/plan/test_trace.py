@@ -468,7 +468,7 @@ def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
         candidate=single(),
     )
     told = answer(msgspec.json.encode(request))
-    assert "no module 'no_such_module'" in told["refused"]["what"]
+    assert told["refused"]["what"].startswith("model.build is 'no_such_module:make'")
 
 
 def test_nothing_says_what_a_batch_looks_like(own: Work, snapshot: SnapshotAssertion) -> None:

@@ -351,7 +351,8 @@ def test_packed_samples_do_not_see_each_other(
             sums.append([float(one) for one in language_model(network, batch)])
     assert len(prepared(text_format(tokenizer, sequence_length=128), place)) < len(records)
     assert sums[0][1] == sums[1][1]
-    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-9)
+    # The losses are float32, and packed samples are added in another order.
+    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-6)
 
 
 def test_streams_of_chats_have_the_same_samples(

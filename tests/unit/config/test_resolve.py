@@ -124,6 +124,8 @@ def values_of(info: inspect.Type) -> st.SearchStrategy[object]:
             return st.sampled_from(values)
         case inspect.VarTupleType(item_type=item, min_length=length, max_length=most):
             return st.lists(values_of(item), min_size=length or 0, max_size=most or 5)
+        case inspect.DictType():
+            return st.dictionaries(st.sampled_from(["a", "b", "r"]), st.sampled_from(["x", "y"]))
     raise AssertionError(f"no values for {info}")
 
 

@@ -22,7 +22,12 @@ def node(
     )
     stopping = protocol.Stopping(ranks=ranks, left_s=left_s) if ranks else None
     return SimpleNamespace(
-        name=name, ended=ended, lost="", heartbeats=heartbeats, stopping=stopping, stopping_s=100.0
+        name=name,
+        ended=ended,
+        is_lost=False,
+        heartbeats=heartbeats,
+        stopping=stopping,
+        stopping_s=100.0,
     )
 
 
