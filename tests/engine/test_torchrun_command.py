@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.cli.options import RunOptions
+from torchmuster.cli.launch_options import RunOptions
 from torchmuster.cli.torchrun import translated
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import NodeCounts

@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchmuster.cli import output
-from torchmuster.cli.options import (
-    Command,
-    JsonOptions,
-    SettingOptions,
-    argument,
-    command,
-    count,
-    flag,
-)
+from torchmuster.cli.launch_options import SettingOptions
+from torchmuster.cli.options import Command, JsonOptions, argument, command, count, flag
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import exit_code
 from torchmuster.units import KiB, MiB

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import jobs, output, slurm_run
+from torchmuster.cli.launch_options import JoinOptions
 from torchmuster.cli.launching import hosts_for
-from torchmuster.cli.options import JoinOptions, command, flag
+from torchmuster.cli.options import command, flag
 from torchmuster.cli.scripts import Script
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec

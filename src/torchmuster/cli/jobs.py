@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output
-from torchmuster.cli.options import FLAG, DeviceOptions, HostOptions, SettingOptions
+from torchmuster.cli.launch_options import DeviceOptions, HostOptions, SettingOptions
+from torchmuster.cli.options import FLAG
 from torchmuster.cli.scripts import Script
 from torchmuster.config.layers import Flag, Strength
 from torchmuster.config.resolve import Resolved, resolve_settings

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import jobs, node_group, output, slurm_run
-from torchmuster.cli.options import HostOptions, JoinOptions, RunControl
+from torchmuster.cli.launch_options import HostOptions, JoinOptions, RunControl
 from torchmuster.cli.reporting import with_report
 from torchmuster.config.resolve import Resolved
 from torchmuster.errors import ExitCode, Impossible

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from torchmuster.cli import jobs, output
-from torchmuster.cli.options import RunControl
+from torchmuster.cli.launch_options import RunControl
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec

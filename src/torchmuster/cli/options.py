@@ -7,14 +7,11 @@ commands share are base classes. Other fields are not flags; the command line fi
 
 import argparse
 import dataclasses
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from torchmuster.config.layers import Flag
-from torchmuster.launch.job import NodeCounts, parse_nodes
 from torchmuster.runfolder import DEFAULT_ROOT
 from torchmuster.units import parse_seconds
 
@@ -22,7 +19,6 @@ FLAG = "flag"
 # Before a program that is no Python code, as ``-m`` is before a module.
 NO_PYTHON = "--no-python"
 MOST_PROCESSES = 4096
-SHORTEST_LIMIT_S = 10.0
 # --wait without a duration: 10 years, because infinity cannot be sent as JSON.
 FOREVER_S = 10 * 365 * 86400.0
 
@@ -105,44 +101,14 @@ def count(text: str) -> int:
     return number
 
 
-def arguments(text: str) -> tuple[str, ...]:
-    """Parse arguments as a shell would."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {str(error).lower()}") from None
-
-
 def names(text: str) -> tuple[str, ...]:
     """Parse a comma list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _some_arguments(text: str) -> tuple[str, ...]:
-    parsed = arguments(text)
-    if not parsed:
-        raise ValueError("no arguments; for example: '--resume_from {path}'")
-    return parsed
-
-
-def _time_limit(text: str) -> float:
-    seconds = parse_seconds(text)
-    if seconds < SHORTEST_LIMIT_S:
-        raise ValueError(f"{text!r} is too short; write at least 10s")
-    return seconds
-
-
 def wait_time(text: str) -> float:
     """Parse how long to wait for GPUs."""
     return FOREVER_S if text == "forever" else parse_seconds(text)
-
-
-def _setting(text: str) -> Flag:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{text!r} is not KEY=VALUE; write for example model.torch_dtype=bfloat16")
-    # The value is not part of its source: it may be secret.
-    return Flag(flag=f"--set {path}", path=path.strip(), text=value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,187 +141,11 @@ class WhichRunOptions(RunsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingOptions:
-    """The flags of every command that takes settings."""
-
-    config: Path | None = flag("settings file (YAML)", parse=Path, metavar="FILE")
-    num_gpus: str | None = flag("use N GPUs", setting="distributed.num_gpus", metavar="N")
-    gpu_ids: str | None = flag(
-        "use these GPUs: indices or UUIDs, as in 0,2", setting="distributed.gpu_ids", metavar="IDS"
-    )
-    set: tuple[Flag, ...] = flag(
-        "set any setting, for example --set launch.grace=60s",
-        default=(),
-        repeated=True,
-        parse=_setting,
-        metavar="KEY=VALUE",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions(SettingOptions):
-    """The devices and the environment of the ranks on each host."""
-
-    device: Literal["auto", "gpu", "cpu"] = flag(
-        "auto (default): GPUs if there are any, else the CPU",
-        default="auto",
-        choices=("auto", "gpu", "cpu"),
-        group="devices and environment",
-    )
-    ranks: int | None = flag(
-        "processes per host (default: one per GPU, or 1 on the CPU)",
-        parse=count,
-        metavar="N",
-        aliases=("--nproc-per-node", "--nproc_per_node"),
-        group="devices and environment",
-    )
-    share: bool = flag(
-        "allow GPUs that are already in use", default=False, group="devices and environment"
-    )
-    wait: float = flag(
-        "if GPUs are in use, wait in line for them: without limit, or for at most --wait=10m",
-        default=0.0,
-        parse=wait_time,
-        metavar="DURATION",
-        alone=FOREVER_S,
-        group="devices and environment",
-    )
-    env: tuple[str, ...] = flag(
-        "set a variable on all ranks; NAME alone forwards its current value",
-        default=(),
-        repeated=True,
-        metavar="NAME[=VALUE]",
-        group="devices and environment",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostOptions(DeviceOptions, RunsOptions, JsonOptions):
-    """The hosts: over ssh or from Slurm."""
-
-    # The arguments after muster, up to the script.
-    words: tuple[str, ...] = ()
-
-    hosts: tuple[str, ...] | None = flag(
-        setting="launch.hosts",
-        help="hosts by their ssh names, rank 0's host first: a,b:4,c (4 ranks on b)",
-        parse=names,
-        metavar="HOSTS",
-        group="multiple hosts",
-    )
-    nodes: NodeCounts | None = flag(
-        "number of hosts without spares; with 2:4, the run continues on 2 if others are lost",
-        parse=parse_nodes,
-        metavar="N",
-        aliases=("--nnodes",),
-        group="multiple hosts",
-    )
-    slurm: bool = flag(
-        "submit this command as a Slurm job, and follow the job",
-        default=False,
-        group="multiple hosts",
-    )
-    sbatch: tuple[str, ...] | None = flag(
-        "arguments of sbatch: '-p gpu --gpus-per-node=8 --time=12:00:00'",
-        parse=arguments,
-        metavar="'ARGS'",
-        group="multiple hosts",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinOptions(HostOptions):
-    """Hosts that join with a code."""
-
-    join: bool = flag(
-        "print a code with which other machines join (muster join), without ssh; --nodes N counts "
-        "this one, too (default: 2)",
-        default=False,
-        group="multiple hosts",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunControl(HostOptions):
-    """The name and folder of a run, when it restarts, and when it stops."""
-
-    spares: str | None = flag(
-        setting="launch.spares",
-        help="use the last N hosts as hot spares: they wait, and replace hosts that fail (default: 0)",
-        metavar="N",
-        group="multiple hosts",
-    )
-    max_restarts: str | None = flag(
-        setting="launch.max_restarts",
-        help="restart all ranks after a failure, at most N times without a newer checkpoint",
-        metavar="N",
-        aliases=("--max_restarts",),
-        group="run control",
-    )
-    time_limit: float | None = flag(
-        "save a checkpoint and stop when the ranks have run for DURATION",
-        parse=_time_limit,
-        metavar="DURATION",
-        group="run control",
-    )
-    webhook: str | None = flag(
-        "POST a JSON object to this URL when the run starts, fails and ends (Slack can show it)",
-        metavar="URL",
-        group="run control",
-    )
-    name: str | None = flag("name the run (default: the script's name)", group="run control")
-    detach: bool = flag("run in the background", default=False, group="run control")
-    dry_run: bool = flag("show what would be started, and exit", default=False, group="run control")
-    json: bool = flag("with --dry-run: print JSON", default=False, group="run control")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeOptions:
-    """How a script of the user resumes."""
-
-    resume_with: tuple[str, ...] = flag(
-        "on a restart, add ARGS to the script's arguments; {path} is the newest complete checkpoint",
-        default=(),
-        parse=_some_arguments,
-        metavar="ARGS",
-        group="run control",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
     """A script with its arguments, which follow the flags."""
 
     # As typed: a file, or -m and a module, or --no-python and a program.
     script: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(RunControl, JoinOptions, ResumeOptions, ScriptOptions):
-    """The flags of ``muster run``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(RunControl):
-    """The flags of ``muster train``."""
-
-    gpu_ids: str | None = flag(
-        "use these GPUs: indices or UUIDs, as in 0,2",
-        setting="distributed.gpu_ids",
-        metavar="ID",
-        many=True,
-    )
-    resume: str | None = flag(
-        "resume a run (its id, its folder, or: last) from its newest good checkpoint", metavar="RUN"
-    )
-    check: bool = flag(
-        "check the hosts and their connections first", default=False, group="run control"
-    )
-    plan: bool = flag(
-        "plan for this machine, train with the plan, and report its accuracy after step 3",
-        default=False,
-        group="run control",
-    )
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torchmuster.cli import output
 from torchmuster.cli.jobs import setting_flags, settings_of
-from torchmuster.cli.options import JsonOptions, SettingOptions, command, count, flag
+from torchmuster.cli.launch_options import SettingOptions
+from torchmuster.cli.options import JsonOptions, command, count, flag
 from torchmuster.config.here import looks_like_path
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve_settings

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.cli.options import TrainOptions
+from torchmuster.cli.launch_options import TrainOptions
 from torchmuster.config.here import check_here
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved

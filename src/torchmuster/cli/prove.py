@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torchmuster.cli import output
 from torchmuster.cli.jobs import named_variables
-from torchmuster.cli.options import JsonOptions, ResumeOptions, command, flag
+from torchmuster.cli.launch_options import ResumeOptions
+from torchmuster.cli.options import JsonOptions, command, flag
 from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, rank_command
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.prove.explanations import kinds

@@ -10,7 +10,7 @@ from torchmuster import untrusted
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import open_store
 from torchmuster.cli import output
-from torchmuster.cli.options import TrainOptions
+from torchmuster.cli.launch_options import TrainOptions
 from torchmuster.cli.which_run import choose_run
 from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.training import checkpoint_place, with_absolute_folder

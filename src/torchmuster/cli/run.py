@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from torchmuster.cli import jobs, node_group, slurm_run
+from torchmuster.cli.launch_options import RunOptions
 from torchmuster.cli.launching import hosts_for, launch, run_folder
-from torchmuster.cli.options import RunOptions, command
+from torchmuster.cli.options import command
 from torchmuster.cli.scripts import script_of
 from torchmuster.cli.torchrun import translated
 from torchmuster.errors import Impossible

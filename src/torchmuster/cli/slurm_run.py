@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.cli.options import HostOptions, RunControl
+from torchmuster.cli.launch_options import HostOptions, RunControl
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torchmuster.cli import jobs, output
-from torchmuster.cli.options import NO_PYTHON, RunOptions
+from torchmuster.cli.launch_options import RunOptions
+from torchmuster.cli.options import NO_PYTHON
 from torchmuster.config.layers import Flag
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.errors import Impossible

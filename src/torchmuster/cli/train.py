@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from torchmuster.cli import jobs, node_group, slurm_run
 from torchmuster.cli.data_check import check_data, show_data
+from torchmuster.cli.launch_options import TrainOptions
 from torchmuster.cli.launching import hosts_for, launch, run_folder
-from torchmuster.cli.options import TrainOptions, command
+from torchmuster.cli.options import command
 from torchmuster.cli.scripts import Script
 from torchmuster.config.here import check_here
 from torchmuster.config.resolve import Resolved

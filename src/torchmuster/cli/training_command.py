@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchmuster.cli import jobs
-from torchmuster.cli.options import ScriptOptions, SettingOptions, flag
+from torchmuster.cli.launch_options import SettingOptions
+from torchmuster.cli.options import ScriptOptions, flag
 from torchmuster.cli.scripts import script_of
 from torchmuster.config.here import check_here
 from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchmuster.cli import check, jobs, launching
-from torchmuster.cli.options import RunOptions
+from torchmuster.cli.launch_options import RunOptions
 from torchmuster.config.layers import Flag
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import launch as launcher

@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchmuster.cli import jobs, main
-from torchmuster.cli.options import (
-    FOREVER_S,
-    RunOptions,
-    TrainOptions,
-    read_options,
-    split_at_script,
-)
+from torchmuster.cli.launch_options import RunOptions, TrainOptions
+from torchmuster.cli.options import FOREVER_S, read_options, split_at_script
 from torchmuster.cli.scripts import script_of
 from torchmuster.config.layers import Flag
 from torchmuster.errors import ConfigError, Impossible

@@ -7,7 +7,7 @@ import pytest
 
 from made_up_plans import MadeUpModel
 from torchmuster.cli import jobs, planned_training, train
-from torchmuster.cli.options import TrainOptions
+from torchmuster.cli.launch_options import TrainOptions
 from torchmuster.config.resolve import Resolved
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
