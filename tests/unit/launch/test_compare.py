@@ -131,7 +131,7 @@ def test_a_script_that_is_missing_is_copied(snapshot: SnapshotAssertion) -> None
     finding = only(node("a", fingerprint()), node("b", fingerprint(script="", code="x")))
     assert finding.status is Status.FAILURE
     assert finding.name == "script-missing"
-    assert finding.fix == "copy /home/ana/project from a to b"
+    assert finding.fix == "rsync -ac /home/ana/project/ b:/home/ana/project/  # on a"
     assert finding.as_json() == snapshot
 
 
@@ -148,7 +148,7 @@ def test_a_module_that_is_nowhere_is_left_to_python(snapshot: SnapshotAssertion)
     assert compare_nodes.compare_all_nodes([node("a", missing), node("b", missing)], module) == []
     finding = only(node("a", fingerprint()), node("b", missing), spec=module)
     assert finding.name == "script-missing"
-    assert finding.fix == "copy /home/ana/project from a to b"
+    assert finding.fix == "rsync -ac /home/ana/project/ b:/home/ana/project/  # on a"
     assert finding.what == snapshot
 
 
@@ -156,7 +156,7 @@ def test_another_script_is_refused_and_told_once(snapshot: SnapshotAssertion) ->
     finding = only(node("a", fingerprint()), node("ana@b", fingerprint(script="x", code="y")))
     assert finding.status is Status.FAILURE
     assert finding.name == "script-differs"
-    assert finding.fix == "copy /home/ana/project from a to ana@b"
+    assert finding.fix == "rsync -ac /home/ana/project/ ana@b:/home/ana/project/  # on a"
     assert finding.as_json() == snapshot
 
 
@@ -165,7 +165,9 @@ def test_other_code_beside_the_script_is_refused(snapshot: SnapshotAssertion) ->
     finding = only(node("a", fingerprint()), node("b", fingerprint(code="x", files=9)), spec=spec)
     assert finding.status is Status.FAILURE
     assert finding.name == "code-differs"
-    assert finding.fix == "copy /home/ana/a project/scripts from a to b"
+    assert finding.fix == (
+        "rsync -ac '/home/ana/a project/scripts/' b:'/home/ana/a project/scripts/'  # on a"
+    )
     assert finding.as_json() == snapshot
 
 

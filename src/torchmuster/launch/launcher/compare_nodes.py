@@ -126,7 +126,7 @@ def _code(nodes: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
     if missing and (present or not spec.module):
         fix = "check the path, or run muster in the folder that contains it"
         if _script_of(nodes[0]):
-            fix = f"copy {folder} from {nodes[0].name} to {name_several(missing)}"
+            fix = _copy(nodes[0], missing, folder)
         yield Finding(
             name="script-missing",
             status=Status.FAILURE,
@@ -149,7 +149,7 @@ def _code(nodes: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
             status=Status.FAILURE,
             what=f"{script} on {name_several(other_script)} differs from the copy on {first.name}",
             why="ranks that run different code can hang in different collectives",
-            fix=f"copy {folder} from {first.name} to {name_several(other_script)}",
+            fix=_copy(first, other_script, folder),
         )
     if other_code:
         yield Finding(
@@ -157,7 +157,7 @@ def _code(nodes: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
             status=Status.FAILURE,
             what=f"the code next to {script} on {name_several(other_code)} differs from the copy on {first.name}",
             why=f"Python files in {folder} differ; ranks that run different code can hang",
-            fix=f"copy {folder} from {first.name} to {name_several(other_code)}",
+            fix=_copy(first, other_code, folder),
         )
 
 
@@ -197,3 +197,13 @@ def _shares(groups: Mapping[str, Sequence[str]]) -> str:
 def _install(version: str, package: str, names: Sequence[str]) -> str:
     wanted = f"{package}=={version}" if version else package
     return f"python -m pip install {shlex.quote(wanted)}  # on {name_several(names)}"
+
+
+def _copy(first: NodeDescription, names: Sequence[str], folder: str) -> str:
+    if "\\" in folder:  # of Windows
+        return f"copy {folder} from {first.name} to {name_several(names)}"
+    path = shlex.quote(folder.rstrip("/") + "/")
+    # By content (-c): rsync would skip copies with the same length and time.
+    command = f"rsync -ac {path} {shlex.quote(names[0])}:{path}  # on {first.name}"
+    more = f"; the same for {name_several(names[1:])}" if len(names) > 1 else ""
+    return command + more
