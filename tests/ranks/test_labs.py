@@ -45,10 +45,12 @@ def with_mistake(lesson: Lesson, planted: Planted) -> str:
 
 @pytest.fixture(autouse=True)
 def end_the_server() -> Iterator[None]:
-    """End the process from which ranks were forked, which otherwise ends with this one."""
+    """End the process from which ranks were forked, unless other tests use it, too."""
+    is_shared = forkserver._forkserver._forkserver_pid is not None
     yield
-    forkserver._forkserver._stop()
-    resource_tracker._resource_tracker._stop()
+    if not is_shared:
+        forkserver._forkserver._stop()
+        resource_tracker._resource_tracker._stop()
 
 
 @pytest.mark.parametrize(
