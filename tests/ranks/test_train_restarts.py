@@ -18,6 +18,7 @@ from ranks.launched import Launched, launched
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import open_store
 from torchmuster.launch.history import run_state
+from torchmuster.runfolder import list_runs
 
 pytestmark = pytest.mark.ranks
 
@@ -63,7 +64,8 @@ def committed_steps(run: Launched) -> list[int]:
 def wait_for_save(run: Launched, at_least: int) -> None:
     """Wait until a checkpoint of at least this step is there."""
     until = time.monotonic() + GIVE_UP_S
-    while max(committed_steps(run), default=0) < at_least:
+    # The run writes its folder a moment after it was started.
+    while not list_runs(run.folder / "runs") or max(committed_steps(run), default=0) < at_least:
         assert time.monotonic() < until, f"step {at_least} was not saved\n{run}"
         time.sleep(0.05)
 
