@@ -17,7 +17,7 @@ from muster_command import muster_argv
 # So many rounds at least; up to so many more as long as their medians are beyond the limit, for load comes and goes.
 ROUNDS = int(os.environ.get("START_UP_ROUNDS", "3"))
 MORE_ROUNDS = 12
-LIMIT = 1.15
+LIMIT = 1.0
 PROCESSES = {
     "torch.distributed.run ": "agent",
     "launch.node ": "node agent",

@@ -168,6 +168,13 @@ def test_logs_show_the_output_so_far(muster: Muster, own_machine: Path) -> None:
     assert muster("logs", run.id, "--rank", "2").code == 2
 
 
+def test_output_that_is_no_utf_8_is_shown(muster: Muster, own_machine: Path) -> None:
+    run = create_run_folder(own_machine / "runs", "train")
+    run.console.write_bytes(b"caf\xe9\n")
+    result = muster("logs", run.id)
+    assert (result.code, result.out) == (0, "caf\ufffd\n")
+
+
 def test_following_a_run_whose_launcher_was_killed_says_so(
     muster: Muster, own_machine: Path, snapshot: SnapshotAssertion
 ) -> None:
