@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchmuster.cli import output
-from torchmuster.cli.launch_options import SettingOptions
 from torchmuster.cli.options import Command, JsonOptions, argument, command, count, flag
+from torchmuster.cli.setting_options import SettingOptions
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import exit_code
 from torchmuster.units import KiB, MiB
@@ -204,7 +204,7 @@ def data(options: DataOptions) -> int:
     """Measure, save and print."""
     import msgspec
 
-    from torchmuster.cli.jobs import settings_of
+    from torchmuster.cli.setting_options import settings_of
     from torchmuster.devices.readers.cpu import usable_cores
 
     training = settings_of(options).settings

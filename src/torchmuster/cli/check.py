@@ -13,6 +13,7 @@ from torchmuster.cli.launch_options import JoinOptions
 from torchmuster.cli.launching import hosts_for
 from torchmuster.cli.options import command, flag
 from torchmuster.cli.scripts import Script
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
@@ -57,7 +58,7 @@ def run(options: CheckOptions) -> int:
             why="its folder does not exist",
             fix=f"mkdir -p {shlex.quote(str(options.html.parent))}",
         )
-    resolved = jobs.settings_of(options)
+    resolved = settings_of(options)
     spec = jobs.job_from(
         options,
         resolved,

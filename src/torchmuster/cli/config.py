@@ -5,9 +5,8 @@ from importlib import resources
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.cli.jobs import settings_of
-from torchmuster.cli.launch_options import SettingOptions
 from torchmuster.cli.options import Command, JsonOptions, argument, command
+from torchmuster.cli.setting_options import SettingOptions, settings_of
 from torchmuster.config import fields
 from torchmuster.config.layers import Strength, variable_name
 from torchmuster.config.resolve import resolve_settings

@@ -1,7 +1,6 @@
 """From flags and settings to the job that the launcher starts."""
 
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -11,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output
-from torchmuster.cli.launch_options import DeviceOptions, HostOptions, SettingOptions
-from torchmuster.cli.options import FLAG
+from torchmuster.cli.launch_options import DeviceOptions, HostOptions
 from torchmuster.cli.scripts import Script
-from torchmuster.config.layers import Flag, Strength
-from torchmuster.config.resolve import Resolved, resolve_settings
+from torchmuster.config.layers import Strength
+from torchmuster.config.resolve import Resolved
 from torchmuster.errors import Impossible
 from torchmuster.launch.job import Device, JobSpec, Limits, NodeCounts, parse_hosts
 from torchmuster.launch.transports.channel import Transport
@@ -51,28 +49,6 @@ LIBRARY_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
 )
-
-
-def settings_of(options: SettingOptions) -> Resolved:
-    """Resolve the settings from the flags, the environment and the file."""
-    return resolve_settings(
-        file=options.config, environment=os.environ, flags=setting_flags(options)
-    )
-
-
-def setting_flags(options: SettingOptions) -> list[Flag]:
-    """Return the settings that the command line gives."""
-    flags = list(options.set)
-    for field in dataclasses.fields(options):
-        info = field.metadata.get(FLAG)
-        value = getattr(options, field.name)
-        if info is None or not info.setting or value is None:
-            continue
-        # As JSON, which is valid YAML: YAML would parse an address in brackets as a list.
-        text = value if isinstance(value, str) else json.dumps(value)
-        name = f"--{field.name.replace('_', '-')}"
-        flags.append(Flag(flag=name, path=info.setting, text=text))
-    return flags
 
 
 def job_from(

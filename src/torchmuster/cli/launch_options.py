@@ -1,8 +1,7 @@
-"""Flags of the commands that launch ranks: settings, devices, hosts, and how a run goes."""
+"""Flags of the commands that launch ranks: devices, hosts, and how a run goes."""
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from torchmuster.cli.options import (
@@ -15,7 +14,7 @@ from torchmuster.cli.options import (
     names,
     wait_time,
 )
-from torchmuster.config.layers import Flag
+from torchmuster.cli.setting_options import SettingOptions
 from torchmuster.launch.job import NodeCounts, parse_nodes
 from torchmuster.units import parse_seconds
 
@@ -42,32 +41,6 @@ def _time_limit(text: str) -> float:
     if seconds < SHORTEST_LIMIT_S:
         raise ValueError(f"{text!r} is too short; write at least 10s")
     return seconds
-
-
-def _setting(text: str) -> Flag:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{text!r} is not KEY=VALUE; write for example model.torch_dtype=bfloat16")
-    # The value is not part of its source: it may be secret.
-    return Flag(flag=f"--set {path}", path=path.strip(), text=value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingOptions:
-    """The flags of every command that takes settings."""
-
-    config: Path | None = flag("settings file (YAML)", parse=Path, metavar="FILE")
-    num_gpus: str | None = flag("use N GPUs", setting="distributed.num_gpus", metavar="N")
-    gpu_ids: str | None = flag(
-        "use these GPUs: indices or UUIDs, as in 0,2", setting="distributed.gpu_ids", metavar="IDS"
-    )
-    set: tuple[Flag, ...] = flag(
-        "set any setting, for example --set launch.grace=60s",
-        default=(),
-        repeated=True,
-        parse=_setting,
-        metavar="KEY=VALUE",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchmuster.cli import jobs, output
 from torchmuster.cli.launch_options import RunControl
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
@@ -47,7 +48,7 @@ def code_of_member(group: NodeGroup, options: RunControl) -> int | None:
         return None
     from torchmuster.launch.node.group_member import serve_group
 
-    timeout = jobs.settings_of(options).settings.launch.join_timeout
+    timeout = settings_of(options).settings.launch.join_timeout
     # Pods may have to wait for nodes.
     patience_s = jobs.PATIENT_JOIN_S if timeout is None else jobs.seconds(timeout)
     return serve_group(group, options.runs, patience_s=patience_s, say=_say_of_group)

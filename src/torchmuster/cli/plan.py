@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.cli.jobs import setting_flags, settings_of
-from torchmuster.cli.launch_options import SettingOptions
 from torchmuster.cli.options import JsonOptions, command, count, flag
+from torchmuster.cli.setting_options import SettingOptions, setting_flags, settings_of
 from torchmuster.config.here import looks_like_path
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import Resolved, resolve_settings

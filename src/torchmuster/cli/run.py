@@ -7,6 +7,7 @@ from torchmuster.cli.launch_options import RunOptions
 from torchmuster.cli.launching import hosts_for, launch, run_folder
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import script_of
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.cli.torchrun import translated
 from torchmuster.errors import Impossible
 
@@ -38,7 +39,7 @@ def run(options: RunOptions) -> int:
         if code is not None:
             return code
     script = script_of(options.script, Path.cwd())
-    resolved = jobs.settings_of(options)
+    resolved = settings_of(options)
     spec = jobs.job_from(
         options,
         resolved,

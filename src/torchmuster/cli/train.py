@@ -11,6 +11,7 @@ from torchmuster.cli.launch_options import TrainOptions
 from torchmuster.cli.launching import hosts_for, launch, run_folder
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import Script
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.here import check_here
 from torchmuster.config.resolve import Resolved
 from torchmuster.config.training import (
@@ -69,7 +70,7 @@ def run(options: TrainOptions) -> int:
         run, options = take_run(options)
     if group is not None:
         run = group.earlier_run(options.runs)
-    resolved = with_absolute_folder(jobs.settings_of(options))
+    resolved = with_absolute_folder(settings_of(options))
     check_trainable(resolved, file=str(options.config or "the settings"))
     if run is not None and run.config.is_file():
         from torchmuster.cli.resumed_run import nothing_left
@@ -81,7 +82,7 @@ def run(options: TrainOptions) -> int:
         from torchmuster.cli.planned_training import follow_plan
 
         options, promise = follow_plan(options, resolved)
-        resolved = with_absolute_folder(jobs.settings_of(options))
+        resolved = with_absolute_folder(settings_of(options))
     spec = _job(options, resolved)
     is_here = not options.slurm and not spec.hosts  # on other hosts, the ranks check
     if is_here:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchmuster.cli import jobs
-from torchmuster.cli.launch_options import SettingOptions
 from torchmuster.cli.options import ScriptOptions, flag
 from torchmuster.cli.scripts import script_of
+from torchmuster.cli.setting_options import SettingOptions, settings_of
 from torchmuster.config.here import check_here
 from torchmuster.config.training import check_trainable, paths_for_ranks, with_absolute_folder
 from torchmuster.config.written import settings_arguments
@@ -64,7 +63,7 @@ def rank_command(options: TrainedOptions, device: str, *, steps: int, purpose: s
             fix="give one of the two",
         )
     options = dataclasses.replace(options, config=config)
-    resolved = with_absolute_folder(jobs.settings_of(options))
+    resolved = with_absolute_folder(settings_of(options))
     check_trainable(resolved, file=str(config))
     check_here(resolved)
     given = resolved.settings.train.steps

@@ -6,6 +6,7 @@ import pytest
 
 from torchmuster.cli import check, jobs, launching
 from torchmuster.cli.launch_options import RunOptions
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.layers import Flag
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import launch as launcher
@@ -43,7 +44,7 @@ def test_a_scheduler_shortens_only_a_grace_period_that_is_not_set(
     monkeypatch.setenv(POD_VARIABLE, "10")
     settings = () if given is None else (Flag(flag="--set", path="launch.grace", text=given),)
     options = RunOptions(set=settings)
-    resolved = jobs.settings_of(options)
+    resolved = settings_of(options)
     spec = JobSpec(
         name="x", command=("x.py",), folder=str(tmp_path), limits=jobs.limits_of(resolved)
     )

@@ -10,6 +10,7 @@ from torchmuster.cli import jobs, main
 from torchmuster.cli.launch_options import RunOptions, TrainOptions
 from torchmuster.cli.options import FOREVER_S, read_options, split_at_script
 from torchmuster.cli.scripts import script_of
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.layers import Flag
 from torchmuster.errors import ConfigError, Impossible
 from torchmuster.launch.job import JobSpec, NodeCounts
@@ -113,18 +114,18 @@ def test_dry_run_after_a_script_that_does_not_know_it_is_refused(tmp_path: Path)
     ],
 )
 def test_settings_are_the_time_limits_of_a_run(setting: str, limit: str, seconds: float) -> None:
-    resolved = jobs.settings_of(run_options("--set", setting, "x.py"))
+    resolved = settings_of(run_options("--set", setting, "x.py"))
     assert getattr(jobs.limits_of(resolved), limit) == seconds
 
 
 @pytest.mark.parametrize("setting", ["launch.grace=soon", "launch.lost_after=-1"])
 def test_what_is_no_duration_is_refused(setting: str) -> None:
     with pytest.raises((ConfigError, Impossible), match=setting.partition("=")[2]):
-        jobs.limits_of(jobs.settings_of(run_options("--set", setting, "x.py")))
+        jobs.limits_of(settings_of(run_options("--set", setting, "x.py")))
 
 
 def test_a_silence_shorter_than_two_heartbeats_is_refused() -> None:
-    resolved = jobs.settings_of(run_options("--set", "launch.lost_after=1s", "x.py"))
+    resolved = settings_of(run_options("--set", "launch.lost_after=1s", "x.py"))
     with pytest.raises(Impossible, match=r"launch.lost_after 1s is too short"):
         jobs.limits_of(resolved)
 

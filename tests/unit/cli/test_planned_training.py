@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from made_up_plans import MadeUpModel
-from torchmuster.cli import jobs, planned_training, train
+from torchmuster.cli import planned_training, train
 from torchmuster.cli.launch_options import TrainOptions
+from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.resolve import Resolved
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Device, DeviceKind, Node
@@ -54,8 +55,8 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
     def call(*words: str) -> tuple[TrainOptions, Resolved]:
         typed = ("--config", "c.yaml", "--plan", *words)
         options = options_from(TrainOptions, *typed, words=("train",))
-        options, _ = planned_training.follow_plan(options, jobs.settings_of(options))
-        return options, jobs.settings_of(options)
+        options, _ = planned_training.follow_plan(options, settings_of(options))
+        return options, settings_of(options)
 
     return call
 
