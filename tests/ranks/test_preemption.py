@@ -11,7 +11,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ranks.launched import Launched, cpu, launched, line_with
-from ranks.test_stop import wait_until_known
 from torchmuster.launch.history import run_state
 
 pytestmark = pytest.mark.ranks
@@ -93,54 +92,6 @@ def test_a_demand_to_every_process_of_a_run_lets_it_save(
     assert _without_numbers(line_with(result.err, *words)) == snapshot
     assert "killed by signal" not in result.out + result.err
     _is_written_down(run, step)
-
-
-CONFIG = """\
-model: {build: "own:model", loss: cross_entropy}
-data: {dataset: "own:data"}
-train: {steps: 100000, global_batch_size: 4, log_every: 1}
-checkpoint: {every: 1000000}
-"""
-# A library that installs its own handler during the first step, as NCCL does with NCCL_PROXY_DUMP_SIGNAL.
-NATIVE = """\
-import ctypes, signal, time
-import torch
-from torch import nn
-
-native = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
-
-class Model(nn.Linear):
-    def forward(self, x):
-        ctypes.CDLL(None).signal(signal.SIGUSR1, native)
-        time.sleep(0.05)
-        return super().forward(x)
-
-def model():
-    return Model(4, 3)
-
-def data():
-    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.TensorDataset(inputs, inputs.argmax(1) % 3)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("warning", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_warning_reaches_ranks_whose_handler_native_code_has_replaced(
-    folder: Path, warning: signal.Signals
-) -> None:
-    (folder / "config.yaml").write_text(CONFIG)
-    (folder / "own.py").write_text(NATIVE)
-    words = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
-    with launched(folder, *words) as run:
-        run.wait_for("step 2/")
-        wait_until_known(run, "SIGTERM", replaced="SIGUSR1")
-        run.send(warning)
-        result = run.end()
-        run.wait_until_nothing_lives()
-    assert result.code == 75, run
-    assert f"({warning.name} to the launcher)" in line_with(result.err, "saved at step ")
-    assert "failure" not in result.err
 
 
 def _without_numbers(line: str) -> str:

@@ -15,8 +15,7 @@ import re
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TypeVar
@@ -160,65 +159,37 @@ def _file_sha256(path: Path) -> str:
         return ""
 
 
-class _TooMuch(Exception):
-    """A folder is larger than its bounds."""
-
-
 def _code_of(folder: Path, bounds: Bounds) -> tuple[str, int]:
     """Return the hash of all Python files below a folder, "" if they are too many, and their number."""
-    files: list[tuple[str, Path]] = []
-    size_bytes = 0
+    until_s = time.monotonic() + bounds.seconds
+    files: list[Path] = []
+    size_bytes = entries = 0
+    for parent, folders, names in os.walk(folder):
+        if Path(parent) != folder and not _MARKS.isdisjoint([*folders, *names]):
+            folders.clear()
+            continue
+        entries += len(folders) + len(names)
+        folders[:] = [name for name in folders if not _is_foreign(name)]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("."):
+                files.append(Path(parent, name))
+                size_bytes += _size_bytes(files[-1])
+        is_too_large = len(files) > bounds.files or size_bytes > bounds.size_bytes
+        if is_too_large or entries > bounds.entries or time.monotonic() > until_s:
+            return "", len(files)
     whole = hashlib.sha256()
-    try:
-        for entry in _walk(folder, bounds):
-            if not entry.name.endswith(".py"):
-                continue
-            files.append((Path(entry.path).relative_to(folder).as_posix(), Path(entry.path)))
-            size_bytes += _size_bytes(entry)
-            if len(files) > bounds.files or size_bytes > bounds.size_bytes:
-                raise _TooMuch
-    except _TooMuch:
-        return "", len(files)
-    for name, path in sorted(files):
+    for path in sorted(files):
+        name = path.relative_to(folder).as_posix()
         whole.update(f"{name}\0{_file_sha256(path)}\n".encode(errors="surrogateescape"))
     return whole.hexdigest(), len(files)
 
 
-def _size_bytes(entry: os.DirEntry[str]) -> int:
+def _is_foreign(name: str) -> bool:
+    return name.startswith(".") or name in _FOREIGN_FOLDERS
+
+
+def _size_bytes(path: Path) -> int:
     try:
-        return entry.stat().st_size
+        return path.stat().st_size
     except OSError:
         return 0
-
-
-def _walk(folder: Path, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
-    """Yield the files below a folder breadth-first, skipping what is not the user's code."""
-    until = time.monotonic() + bounds.seconds
-    waiting, seen = deque([str(folder)]), 0
-    while waiting:
-        entries = []
-        try:
-            with os.scandir(waiting.popleft()) as listing:
-                for entry in listing:
-                    entries.append(entry)
-                    seen += 1
-                    if seen > bounds.entries or time.monotonic() > until:
-                        raise _TooMuch
-        except OSError:
-            continue
-        if seen > len(entries) and any(entry.name in _MARKS for entry in entries):
-            continue
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name in _FOREIGN_FOLDERS:
-                continue
-            if _is_folder(entry):
-                waiting.append(entry.path)
-            else:
-                yield entry
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir(follow_symlinks=False)
-    except OSError:
-        return False

@@ -323,24 +323,6 @@ def test_where_the_logs_are_kept_the_end_waits_for_no_backlog(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_an_end_that_is_too_much_to_send_is_told_in_short(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    async def scene(it: Scene) -> None:
-        it.end.cannot_send = protocol.Ended
-        await it.started()
-        ended = await it.end.hear(protocol.Ended)
-        assert isinstance(ended, protocol.Ended)
-        assert (ended.attempt, ended.good) == (3, False)
-        assert ended.words.startswith("rank 0 ")
-        assert "ValueError: no data" in ended.words
-        assert ended.words == snapshot
-        it.end.say(protocol.Leave(exit_code=1, words="over"))
-
-    Scene(tmp_path, "raise ValueError('no data')").play(scene)
-
-
-@pytest.mark.usefixtures("own_machine")
 def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:

@@ -125,29 +125,6 @@ def test_an_error_with_a_name_that_is_not_utf_8_can_be_told(folder: Path) -> Non
     assert protocol.encode(protocol.Ended(attempt=0, good=False, failures=(failure,)))
 
 
-def test_an_end_always_fits_into_a_message() -> None:
-    def failure(rank: int) -> protocol.Failure:
-        return protocol.Failure(
-            rank=rank,
-            local_rank=rank,
-            exit_code=1,
-            ago_s=float(rank),
-            error=f"ValueError: {rank} " + "é" * 4000,
-            traceback="é" * 16000,
-            last_lines="é" * 8000,
-        )
-
-    small = protocol.Ended(attempt=2, good=False, failures=(failure(0), failure(1)))
-    assert failures.fitting(small) is small
-    large = protocol.Ended(attempt=2, good=False, failures=tuple(map(failure, range(128))))
-    assert len(protocol.to_line(large)) > protocol.MESSAGE_LIMIT
-    fitted = failures.fitting(large)
-    assert len(protocol.to_line(fitted)) < protocol.MESSAGE_LIMIT
-    assert (fitted.attempt, fitted.good, len(fitted.failures)) == (2, False, 128)
-    assert fitted.failures[127] == large.failures[127]  # the first that failed
-    assert fitted.failures[5].error.startswith("ValueError: 5 ")
-
-
 @pytest.mark.parametrize(
     ("seen", "told"),
     [

@@ -124,7 +124,6 @@ def test_only_the_folder_of_the_script_counts(project: Path) -> None:
 def test_a_folder_that_is_too_large_is_given_up(project: Path, bounds: Bounds) -> None:
     found = take(project, bounds=bounds)
     assert found.code_sha256 == ""
-    assert found.code_files <= 2
     assert found.script_sha256 != ""
 
 

@@ -33,10 +33,8 @@ class Ranks:
 
     def __init__(self, runner: Run, monkeypatch: pytest.MonkeyPatch, known: dict[str, str]) -> None:
         self.sent: list[str] = []
-        handles, replaced = known.get("handles", "").split(), known.get("replaced", "").split()
-        beat = Heartbeat(
-            rank=0, pid=1, beat=1, moves=1, handles=tuple(handles), replaced=tuple(replaced)
-        )
+        handles = tuple(known.get("handles", "").split())
+        beat = Heartbeat(rank=0, pid=1, beat=1, moves=1, handles=handles)
         node = SimpleNamespace(prepared=SimpleNamespace(ranks=1), heartbeats=[beat])
         runner._session.attempt = SimpleNamespace(hosts=[node])  # type: ignore[assignment]
         monkeypatch.setattr(runner._session, "pass_on", self.sent.append)
@@ -50,20 +48,11 @@ class Ranks:
     [
         ("SIGUSR1", {"handles": "SIGUSR1"}, None, False, "SIGUSR1"),
         ("SIGUSR1", {}, None, False, "SIGTERM"),  # it would kill the script
-        (
-            "SIGUSR1",
-            {"replaced": "SIGUSR1"},
-            None,
-            False,
-            "SIGTERM",
-        ),  # the script would not hear it
         ("SIGUSR2", {"handles": "SIGUSR2"}, None, True, "SIGUSR2"),
         ("SIGUSR2", {"handles": "SIGUSR1"}, None, True, "SIGTERM"),
         ("SIGUSR2", {}, None, False, "SIGUSR2"),  # not a scheduler's
         ("SIGUSR1", {}, "runs/x", False, "SIGUSR1"),  # its ranks may still be starting
         ("SIGUSR2", {}, "runs/x", False, "SIGUSR1"),
-        ("SIGUSR1", {"replaced": "SIGUSR1"}, "runs/x", True, "SIGTERM"),
-        ("SIGUSR2", {"replaced": "SIGUSR1"}, "runs/x", True, "SIGTERM"),
     ],
 )
 def test_a_warning_is_sent_as_a_signal_that_reaches_the_script(

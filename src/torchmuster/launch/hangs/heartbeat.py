@@ -44,7 +44,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     handles: tuple[
         str, ...
     ] = ()  # stop and warning signals that the script handles: SIGTERM, SIGUSR1
-    replaced: tuple[str, ...] = ()  # those whose handler native code has replaced
     groups: tuple[str, ...] = ()  # its process groups; (): unknown
     collectives: Integer | None = None  # called since the start, in all groups; None: not visible
     begun: dict[str, Integer] = {}  # the number of the last collective of each group; 0: none yet

@@ -249,7 +249,7 @@ class Run:
 
         A warning is SIGUSR1, or SIGUSR2 in a Slurm job or to ``muster train``. It would kill a script that does not
         handle it, so such a script gets SIGTERM instead, and has until the end of the job to stop. Ranks of ``muster train`` wait
-        for SIGUSR1. They get SIGTERM if native code (NCCL, a profiler) has replaced their handler.
+        for SIGUSR1.
         """
         session = self._session
         may_be_warned = self._can_save or "SLURM_JOB_ID" in os.environ
@@ -258,16 +258,10 @@ class Run:
             return
         if session.cause is not None:
             return  # the ranks are being stopped already
-        sent = _WARNING if self._can_save else name
-        why = ""
-        if session.is_replaced(sent):
-            why = f"but native code in a rank has replaced the handler of {sent}"
-        elif not self._can_save and not session.handles(sent):
-            why = "which the script does not handle"
         origin = f"{name} to the launcher"
-        if not why:
+        if self._can_save or session.handles(name):
             self._warning = self._warning or StopCause(origin=origin)
-            session.pass_on(sent)
+            session.pass_on(_WARNING if self._can_save else name)
             return
         if not self._warned_before:
             # Decide with the next heartbeats: a script may just have set its handler.
@@ -277,8 +271,8 @@ class Run:
                 return
         within_s = seconds_to_job_end(os.environ)
         logger.info(
-            f"the launcher received {name}, {why}: stopping all ranks with SIGTERM within "
-            f"{format_seconds(within_s)}"
+            f"the launcher received {name}, which the script does not handle: stopping all ranks with SIGTERM "
+            f"within {format_seconds(within_s)}"
         )
         session.stop(origin, warned_s=within_s)
 

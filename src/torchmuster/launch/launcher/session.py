@@ -130,11 +130,6 @@ class Session:
         heartbeats = [beat for host in self.current for beat in host.heartbeats]
         return ranks == len(heartbeats) > 0 and all(name in beat.handles for beat in heartbeats)
 
-    def is_replaced(self, name: str) -> bool:
-        """Return whether native code has replaced a rank's handler for a signal."""
-        heartbeats = [beat for host in self.current for beat in host.heartbeats]
-        return any(name in beat.replaced for beat in heartbeats)
-
     def pass_on(self, name: str) -> None:
         """Forward a signal to every rank."""
         for host in self.current:

@@ -18,7 +18,6 @@ import hmac
 import ipaddress
 import os
 import socket
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -41,11 +40,9 @@ _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 LAST_USUAL_PORT = USUAL_PORT + 99
 BACKLOG = 4096
 REQUEST_LIMIT_BYTES = 128
-# How long a caller may take to send its request, and how many callers are handled at the same time. Above that
-# the longest-waiting caller is dropped, but not before a distant one has time to send.
-PATIENCE_S = 5.0
+# How long a caller may take to send its request, and how many callers are handled at the same time.
+PATIENCE_S = 2.0
 MOST_CALLERS = 512
-PATIENCE_IN_A_CROWD_S = 0.25
 _TRIES = 50
 _LOOPBACK = protocol.Address(address="127.0.0.1", interface="lo")
 # Handles a connection whose caller knew the nonce; it is closed afterwards.
@@ -65,7 +62,7 @@ def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
             if connection.laddr[1:] == (port,)
         ]
     except (psutil.Error, OSError):  # macOS shows only the user's own
-        return _own_holder(port) or _UNKNOWN
+        return _UNKNOWN
     if not held:
         return None
     # A listening process is the holder, rather than one with an accepted connection.
@@ -76,20 +73,6 @@ def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
         return _process_text(held[0].pid)
     owner = _owner(port, proc_root)
     return f"a program of user {owner}" if owner else _UNKNOWN
-
-
-def _own_holder(port: int) -> str | None:
-    for process in psutil.process_iter():
-        try:
-            mine = process.net_connections("tcp")
-        except (psutil.Error, OSError):
-            continue
-        if any(
-            connection.laddr[1:] == (port,) and connection.status == psutil.CONN_LISTEN
-            for connection in mine
-        ):
-            return _process_text(process.pid)
-    return None
 
 
 def _process_text(pid: int) -> str:
@@ -130,7 +113,7 @@ class OpenPort:
     def __init__(self, sockets: dict[protocol.Address, socket.socket]) -> None:
         self._sockets = sockets
         self._answering: list[asyncio.Task[None]] = []
-        self._callers: dict[asyncio.Task[None], float] = {}  # with their arrival time
+        self._callers: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
@@ -166,7 +149,7 @@ class OpenPort:
     async def close(self) -> None:
         """Stop answering and close all sockets."""
         tasks = [*self._answering, *self._callers]
-        self._answering, self._callers = [], {}
+        self._answering, self._callers = [], set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -183,23 +166,15 @@ class OpenPort:
                 await asyncio.sleep(0.05)
                 continue
             caller = asyncio.create_task(_talk(connection, nonce, then))
-            self._callers[caller] = time.monotonic()
+            self._callers.add(caller)
             caller.add_done_callback(functools.partial(self._gone, connection))
             # If callers queue up, accept does not block; let other tasks run.
             await asyncio.sleep(0)
-            await self._make_room()
-
-    async def _make_room(self) -> None:
-        while len(self._callers) >= MOST_CALLERS:
-            oldest, came_s = next(iter(self._callers.items()))
-            if time.monotonic() - came_s > PATIENCE_IN_A_CROWD_S:
-                del self._callers[oldest]
-                oldest.cancel()
-            else:
-                await asyncio.sleep(0.01)
+            if len(self._callers) >= MOST_CALLERS:
+                await asyncio.wait(self._callers, return_when=asyncio.FIRST_COMPLETED)
 
     def _gone(self, connection: socket.socket, caller: asyncio.Task[None]) -> None:
-        self._callers.pop(caller, None)
+        self._callers.discard(caller)
         connection.close()  # also if the task was cancelled before it started
 
 
@@ -236,13 +211,31 @@ def open_port(
         sockets = _bind_all(where, _checked(port))
         if sockets is None:
             raise _port_taken(port)
-        reason = f"port {port}, as requested"
-    elif port is None:
-        sockets, reason = _bind_usual(where)
-    else:
-        sockets = _bind_any(where)
-        reason = f"port {_port_of(next(iter(sockets.values())))}: any free port was requested"
-    return Decision(value=OpenPort(sockets), reason=f"{reason}{about}")
+        return Decision(value=OpenPort(sockets), reason=f"port {port}, as requested{about}")
+    # With port 0 the first address gets a free port; it may be in use at another address.
+    candidates = [0] * _TRIES
+    if port is None:
+        candidates = [*range(USUAL_PORT, LAST_USUAL_PORT + 1), *candidates]
+    for candidate in candidates:
+        sockets = _bind_all(where, candidate)
+        if sockets is not None:
+            opened = OpenPort(sockets)
+            reason = _reason_for(opened.port, is_usual_wanted=port is None)
+            return Decision(value=opened, reason=f"port {opened.port}{reason}{about}")
+    raise Impossible(
+        f"no port is free on all addresses: {', '.join(candidate.address for candidate in where)}",
+        why=f"{len(candidates)} ports were tried",
+        fix="stop some of the programs that use ports on this host (ss -ltnp)",
+    )
+
+
+def _reason_for(port: int, *, is_usual_wanted: bool) -> str:
+    if not is_usual_wanted:
+        return ": any free port was requested"
+    if port == USUAL_PORT:
+        return ", the default"
+    holder = holder_of(USUAL_PORT) or "a process that has just exited"
+    return f": the next free one, because {USUAL_PORT} is used by {holder}"
 
 
 def open_loopback(port: int | None) -> socket.socket:
@@ -291,52 +284,13 @@ def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) ->
         f"{candidate.address} ({candidate.interface})"
         for candidate in network_interfaces.interface_candidates(known)
     )
-    if named == [address]:
-        why = f"it is not an address of {socket.gethostname()}"
-    elif any(candidate.name == address for candidate in known):
-        why = "it is an interface that other hosts cannot reach"
-    elif named:
-        why = (
-            f"it resolves to {', '.join(named)}, which is not an address of {socket.gethostname()}"
-        )
-    else:
+    why = f"it is not an address of {socket.gethostname()} that other hosts can reach"
+    if not named:
         why = "the name does not resolve here"
     return Impossible(
         f"cannot listen on {address}",
         why=f"{why}; this host has {own or 'only 127.0.0.1'}",
         fix="set one of these with --set launch.address=…, or omit it to use an address that all other hosts reach",
-    )
-
-
-def _bind_usual(
-    where: Sequence[protocol.Address],
-) -> tuple[dict[protocol.Address, socket.socket], str]:
-    for port in range(USUAL_PORT, LAST_USUAL_PORT + 1):
-        sockets = _bind_all(where, port)
-        if sockets is None:
-            continue
-        if port == USUAL_PORT:
-            return sockets, f"port {port}, the default"
-        holder = holder_of(USUAL_PORT) or "a process that has just exited"
-        return sockets, f"port {port}: the next free one, because {USUAL_PORT} is used by {holder}"
-    sockets = _bind_any(where)
-    port = _port_of(next(iter(sockets.values())))
-    return (
-        sockets,
-        f"port {port}: any free one, because {USUAL_PORT} to {LAST_USUAL_PORT} are all in use",
-    )
-
-
-def _bind_any(where: Sequence[protocol.Address]) -> dict[protocol.Address, socket.socket]:
-    for _ in range(_TRIES):
-        # The first address gets a free port; it may be in use at another address.
-        sockets = _bind_all(where, 0)
-        if sockets is not None:
-            return sockets
-    raise Impossible(
-        f"no port is free on all addresses: {', '.join(candidate.address for candidate in where)}",
-        why=f"{_TRIES} ports were tried",
-        fix="stop some of the programs that use ports on this host (ss -ltnp)",
     )
 
 

@@ -1,6 +1,7 @@
 """Try to reach the first host at each of its addresses, and choose the one that all hosts can reach."""
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import ipaddress
@@ -18,10 +19,6 @@ from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 from torchmuster.launch.network.listening import request_line
 from torchmuster.units import name_several
-
-# If very many hosts connect at once, the listener drops some of them; these retry.
-_CALLS = 4
-_PAUSE_S = 0.2
 
 # The results of each other host, with its name.
 Answers = Sequence[tuple[str, protocol.Reached]]
@@ -75,73 +72,61 @@ async def connect_to(
     """Try one target; return the result, and the open connection on success."""
     begun = time.monotonic()
     local = connection = None
+    problem = ""
     try:
         async with asyncio.timeout(timeout_s):
-            problem, local, connection = await _call_until_answered(target, nonce, interfaces)
+            connection = await _connected(target)
+            own = str(connection.getsockname()[0])
+            interface = network_interfaces.interface_of(own, interfaces) or ""
+            local = protocol.Address(address=own, interface=interface)
+            if not await _knows(connection, nonce):
+                problem = "impostor"
     except TimeoutError:
         problem = "timeout"
     except socket.gaierror:
         problem = "no-name"
     except OSError as error:
         problem = _PROBLEMS.get(error.errno or 0, "unreachable")
+    except asyncio.CancelledError:
+        if connection is not None:
+            connection.close()
+        raise
     if problem == "refused" and network_interfaces.is_local(target.address, interfaces):
         # An address that every host has (docker0): we connected to ourselves.
         problem = "impostor"
+    if problem and connection is not None:
+        connection.close()
+        connection = None
     result = protocol.ReachResult(
         target=target, problem=problem, seconds=time.monotonic() - begun, local=local
     )
     return result, connection
 
 
-async def _call_until_answered(
-    target: protocol.Target, nonce: str, known: Sequence[Interface]
-) -> tuple[str, protocol.Address | None, socket.socket | None]:
-    wanted = nonce.encode() + b"\n"
-    local = None
-    for call in range(_CALLS):
-        await asyncio.sleep(call * _PAUSE_S)
-        answer, local, connection = await _request_nonce(
-            target, request_line(nonce), len(wanted), known
-        )
-        if hmac.compare_digest(answer, wanted):
-            return "", local, connection
-        connection.close()
-        if answer:
-            break
-    return "impostor", local, None
-
-
-async def _request_nonce(
-    target: protocol.Target, request: bytes, length: int, known: Sequence[Interface]
-) -> tuple[bytes, protocol.Address, socket.socket]:
-    """Return the answer (at most ``length`` bytes), our own address, and the connection.
-
-    The answer is b"" if the other side closed the connection.
-    """
-    loop = asyncio.get_running_loop()
+async def _connected(target: protocol.Target) -> socket.socket:
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
     try:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, (target.address, target.port))
-        own = str(sock.getsockname()[0])
-        local = protocol.Address(
-            address=own, interface=network_interfaces.interface_of(own, known) or ""
-        )
-        answer = b""
-        try:
-            await loop.sock_sendall(sock, request)
-            while len(answer) < length:
-                piece = await loop.sock_recv(sock, length - len(answer))
-                if not piece:
-                    break
-                answer += piece
-        except ConnectionError:
-            pass  # connection closed
+        await asyncio.get_running_loop().sock_connect(connection, (target.address, target.port))
     except BaseException:
-        sock.close()
+        connection.close()
         raise
-    return answer, local, sock
+    return connection
+
+
+async def _knows(connection: socket.socket, nonce: str) -> bool:
+    """Return whether the other side answers with the nonce."""
+    loop = asyncio.get_running_loop()
+    wanted, answer = nonce.encode() + b"\n", b""
+    with contextlib.suppress(ConnectionError):  # it closed the connection
+        await loop.sock_sendall(connection, request_line(nonce))
+        while len(answer) < len(wanted):
+            piece = await loop.sock_recv(connection, len(wanted) - len(answer))
+            if not piece:
+                break
+            answer += piece
+    return hmac.compare_digest(answer, wanted)
 
 
 def local_end(reached: protocol.Reached, address: str) -> protocol.Address | None:
@@ -207,18 +192,13 @@ def choose_address(
     chosen = next((candidate for candidate, found in troubles.items() if not found), None)
     if chosen is None:
         raise _no_common_address(listening, troubles, answers, head, system, timeout_s)
-    passed_over = [
-        f"{candidate.address} was skipped ({_problems_text(found, timeout_s)})"
-        for candidate, found in troubles.items()
-        if found and listening.addresses.index(candidate) < listening.addresses.index(chosen)
-    ]
     who = f"all {len(answers)} other hosts reach it"
     if len(answers) == 1:
         who = f"{answers[0][0]} reaches it"
     elif not answers:
         who = "no other hosts"
     reason = f"{chosen.address} ({chosen.interface} of {head}): {who}"
-    return Decision(value=chosen.address, reason="; ".join([reason, *passed_over]))
+    return Decision(value=chosen.address, reason=reason)
 
 
 def problem_at(reached: protocol.Reached, target: protocol.Target) -> str:

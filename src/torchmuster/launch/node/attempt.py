@@ -291,7 +291,7 @@ class RunningAttempt:
         if stopped and not failed and not trouble:
             words.append("the ranks were stopped by SIGTERM")
         finished = failures.ranks_finished(share.records, share.rank_numbers) if failed else []
-        ended = protocol.Ended(
+        return protocol.Ended(
             attempt=share.start.attempt,
             good=not (failed or words),
             failures=tuple(failed),
@@ -300,7 +300,6 @@ class RunningAttempt:
             killed=self._killed,
             asked=self._asked,
         )
-        return failures.fitting(ended)
 
 
 def _ended_by_us(rank_exit: RankExit | None) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchmuster.launch.node.ranks import RankProcess
 
 # The root cause shows one complete failure and compares it with the others; a hundred would be too much.
 _COMPLETE, _COMPLETE_OF_MANY, _MANY_HOSTS = 16, 2, 64
-_SHORT_ERROR = 200
+_SHORT_ERROR, _SHORT_LOG = 200, 500
 
 
 def ranks_finished(records: Path, ranks: Iterable[int]) -> list[int]:
@@ -38,7 +38,7 @@ def failures_of(
     ]
     failed = [failure for failure in failures if failure is not None]
     complete = _COMPLETE if hosts <= _MANY_HOSTS else _COMPLETE_OF_MANY
-    return _shorten_later(failed, complete, _without_details)
+    return _shorten_later(failed, complete)
 
 
 def _failure(
@@ -90,35 +90,25 @@ def _seconds(timestamp: object) -> float | None:
         return None
 
 
-def fitting(ended: protocol.Ended) -> protocol.Ended:
-    """Return a report that fits into a message: if necessary, only the first failure is complete."""
-    if len(protocol.to_line(ended)) <= protocol.MESSAGE_LIMIT:
-        return ended
-    failures = _shorten_later(ended.failures, 1, _without_texts)
-    return msgspec.structs.replace(ended, failures=tuple(failures))
-
-
-def _shorten_later(
-    failures: Sequence[protocol.Failure],
-    complete: int,
-    shorten: Callable[[protocol.Failure], protocol.Failure],
-) -> list[protocol.Failure]:
-    """Shorten all failures except the earliest ones."""
+def _shorten_later(failures: Sequence[protocol.Failure], complete: int) -> list[protocol.Failure]:
+    """Shorten all failures except the earliest ones, so that any number fits into a message."""
     by_time = sorted(failures, key=lambda failure: -failure.ago_s)
     earliest = {failure.rank for failure in by_time[:complete]}
-    return [failure if failure.rank in earliest else shorten(failure) for failure in failures]
+    return [failure if failure.rank in earliest else _shortened(failure) for failure in failures]
 
 
-def _without_details(failure: protocol.Failure) -> protocol.Failure:
-    if not failure.traceback:  # then only the log shows what happened
-        return failure
-    return msgspec.structs.replace(failure, traceback="", last_lines="")
-
-
-def _without_texts(failure: protocol.Failure) -> protocol.Failure:
-    error, what = failure.error[:_SHORT_ERROR], failure.what[:_SHORT_ERROR]
+def _shortened(failure: protocol.Failure) -> protocol.Failure:
+    last_lines = failure.last_lines
+    if failure.traceback:  # else only the log shows what happened
+        last_lines = ""
     return msgspec.structs.replace(
-        failure, error=error, what=what, why="", fix="", traceback="", last_lines=""
+        failure,
+        error=failure.error[:_SHORT_ERROR],
+        what=failure.what[:_SHORT_ERROR],
+        why="",
+        fix="",
+        traceback="",
+        last_lines=last_lines[-_SHORT_LOG:],
     )
 
 

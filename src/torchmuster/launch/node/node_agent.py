@@ -353,10 +353,7 @@ class NodeAgent:
             words = f"the node agent failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
         self._running = None
-        try:
-            await self._send(ended)
-        except Exception as error:  # without an answer the launcher would wait forever
-            await self._send(_in_short(ended, error))
+        await self._send(ended)
         running.told.set()
 
     async def _stop(self, message: protocol.Stop) -> None:
@@ -440,17 +437,6 @@ def folder_of_node() -> Path:
     if folder is not None:
         return Path(folder)
     return supervisor.NodeFolder().path
-
-
-def _in_short(ended: protocol.Ended, why: Exception) -> protocol.Ended:
-    """Return a short form of a message that could not be sent."""
-    first = max(ended.failures, key=lambda failure: failure.ago_s, default=None)
-    words = ended.words
-    if first is not None:
-        error = first.error.encode("ascii", errors="backslashreplace").decode()
-        words = f"rank {first.rank} failed: {error[:200] or f'exit code {first.exit_code}'}"
-        words += f"\nthe rest could not be sent: {why}"
-    return protocol.Ended(attempt=ended.attempt, good=ended.good, words=words)
 
 
 def trouble_of(error: MusterError) -> protocol.Trouble:

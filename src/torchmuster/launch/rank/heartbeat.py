@@ -36,14 +36,10 @@ _PROGRESS = "torchmuster.train.progress"
 _RECORDER = "torchmuster.integrations.recorder"
 # The signals by which a script may be asked to save and stop.
 _STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-# The address of the function that the system calls for each signal that Python handles; None: unknown.
-_python_handler: int | None = None
 
 
 def start_heartbeat(rank: int, records: Path) -> None:
     """Start writing heartbeats; parts that are unavailable here are skipped."""
-    with contextlib.suppress(Exception):
-        _find_python_handler()
     with contextlib.suppress(Exception):
         _register_stacks(records / f"rank-{rank}.faults.txt")
         writer = HeartbeatWriter(rank, records)
@@ -149,7 +145,6 @@ class HeartbeatWriter:
             "doing": reading.doing,
             "waiting": reading.waiting,
             "handles": handled_signals(),
-            "replaced": replaced_signals(),
             "groups": collectives.joined_groups(),
             "collectives": collectives.count_collectives(status),
             "begun": self._begun,
@@ -218,46 +213,12 @@ class HeartbeatWriter:
 
 def handled_signals() -> list[str]:
     """Return the stop and warning signals for which this process calls a Python function."""
-    return [name for name in _python_signals() if not _is_replaced(name)]
-
-
-def replaced_signals() -> list[str]:
-    """Return the stop and warning signals whose Python function is no longer called.
-
-    Native code can install its own handler without Python's knowledge: NCCL with NCCL_PROXY_DUMP_SIGNAL,
-    ``faulthandler.register``.
-    """
-    return [name for name in _python_signals() if _is_replaced(name)]
-
-
-def _python_signals() -> list[str]:
     names = []
     for name in _STOP_SIGNALS:
         number = getattr(signal, name, None)  # Windows lacks some
         if number is not None and signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
             names.append(name)
     return names
-
-
-def _find_python_handler() -> None:
-    global _python_handler
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # installed by Python itself
-        _python_handler = _installed_handler(signal.SIGINT)
-
-
-def _is_replaced(name: str) -> bool:
-    return _python_handler is not None and (
-        _installed_handler(signal.Signals[name]) != _python_handler
-    )
-
-
-def _installed_handler(number: int) -> int | None:
-    import ctypes
-
-    get = ctypes.pythonapi.PyOS_getsig
-    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.c_int,)
-    address: int | None = get(number)
-    return address
 
 
 def all_stacks(rank: int) -> str:

@@ -277,53 +277,6 @@ def test_the_stop_signals_that_a_script_handles_are_known() -> None:
             signal.signal(getattr(signal, name), handler)
 
 
-HANDLERS = """\
-import ctypes, faulthandler, json, signal
-from torchmuster.launch.rank import heartbeat
-
-heartbeat._find_python_handler()
-{install}
-print(json.dumps([heartbeat.handled_signals(), heartbeat.replaced_signals()]))
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
-@pytest.mark.parametrize(
-    ("install", "handled", "replaced"),
-    [
-        ("signal.signal(signal.SIGUSR1, print)", ["SIGUSR1"], []),
-        ("signal.signal(signal.SIGUSR2, print)", ["SIGUSR2"], []),
-        ("faulthandler.register(signal.SIGUSR1)", [], []),  # Python does not know it
-        # A library installs its own handler after the script, as NCCL does with NCCL_PROXY_DUMP_SIGNAL.
-        (
-            "signal.signal(signal.SIGUSR1, print)\n"
-            "native = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)\n"
-            "ctypes.CDLL(None).signal(signal.SIGUSR1, native)",
-            [],
-            ["SIGUSR1"],
-        ),
-        (
-            "signal.signal(signal.SIGUSR1, print)\nfaulthandler.register(signal.SIGUSR1)",
-            [],
-            ["SIGUSR1"],
-        ),
-        # The script is the last one.
-        (
-            "faulthandler.register(signal.SIGUSR1)\nsignal.signal(signal.SIGUSR1, print)",
-            ["SIGUSR1"],
-            [],
-        ),
-    ],
-)
-def test_a_handler_of_native_code_is_not_taken_for_the_script_s(
-    install: str, handled: list[str], replaced: list[str]
-) -> None:
-    source = HANDLERS.format(install=install)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [handled, replaced]
-
-
 def test_the_place_and_the_call_in_the_user_s_code(tmp_path: Path) -> None:
     reading = read(
         """
