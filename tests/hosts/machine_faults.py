@@ -50,13 +50,12 @@ class SmallFileSystem:
     path: str
     size_bytes: int
     used_bytes: int = 0
-    inodes: int | None = None
     read_only: bool = False
 
     def apply(self, lab: Lab) -> Undo:
         host = lab.host(self.host)
         path = str(lab.folder / self.path)
-        options = f"size={self.size_bytes}" + (f",nr_inodes={self.inodes}" if self.inodes else "")
+        options = f"size={self.size_bytes}"
         host.run(["mkdir", "-p", path], check=True)
         host.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
         if self.used_bytes:

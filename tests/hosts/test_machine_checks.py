@@ -151,13 +151,6 @@ def test_a_wrong_own_name_is_mended_by_its_fix(
             "storage",
             "run-folder-read-only",
         ),
-        (
-            lambda folder: SmallFileSystem(
-                host="node1", path=folder, size_bytes=64 * MiB, inodes=1
-            ),
-            "storage",
-            "run-folder-no-inodes",
-        ),
         (lambda folder: SilentNameServer(host="node1"), "names", "reverse-lookup-slow"),
         (lambda folder: LinkCut(host="node1"), "network_interfaces", "no-carrier"),
     ],
@@ -166,7 +159,6 @@ def test_a_wrong_own_name_is_mended_by_its_fix(
         "shm full",
         "disk full",
         "read-only",
-        "inodes",
         "name server",
         "no cable",
     ],

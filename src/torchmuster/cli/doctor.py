@@ -89,21 +89,14 @@ def _examine(options: DoctorOptions) -> ExitCode:
     from torchmuster.diagnose.host_checks import run_checks
     from torchmuster.diagnose.machine.all_checks import by_subject
 
-    def still_waiting(checks: Sequence[Check]) -> None:
-        output.say(f"still waiting for {', '.join(check.name for check in checks)} …")
-
     began = time.monotonic()
     subject_of: dict[str, str] = {}
     chosen: list[Check] = []
     for subject, checks in by_subject(options.only).items():
         subject_of |= {check.name: subject for check in checks}
         chosen += checks
-    examined = run_checks(
-        Surroundings(),
-        chosen,
-        at_most=Cost.SECONDS if options.deep else Cost.INSTANT,
-        on_silence=still_waiting,
-    )
+    at_most = Cost.SECONDS if options.deep else Cost.INSTANT
+    examined = run_checks(Surroundings(), chosen, at_most=at_most)
     seconds = time.monotonic() - began
     findings: dict[str, list[Finding]] = {}
     for result in examined:

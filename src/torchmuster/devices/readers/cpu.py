@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -57,7 +58,12 @@ class CpuLimit:
 
 def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = None) -> Device:
     """Return the CPU, with the part of the host's memory that this process may use."""
-    total, used = _memory(proc_root, sys_root)
+    total = used = None
+    with suppress(OSError, ValueError, psutil.Error):
+        memory = psutil.virtual_memory()
+        machine = MemoryRoom(total_bytes=int(memory.total), free_bytes=int(memory.available))
+        room = usable_memory(machine, proc_root, sys_root)
+        total, used = room.total_bytes, room.total_bytes - room.free_bytes
     return Device(
         kind=DeviceKind.CPU,
         index=0,
@@ -108,31 +114,40 @@ def _names_model(line: str) -> bool:
     return line.partition(":")[0].strip().lower() in ("model name", "cpu model")
 
 
-def _memory(proc_root: Path, sys_root: Path) -> tuple[int | None, int | None]:
-    try:
-        machine = psutil.virtual_memory()
-    except (OSError, ValueError, psutil.Error):
-        return None, None
-    totals, frees = [int(machine.total)], [int(machine.available)]
+@dataclass(frozen=True, kw_only=True)
+class MemoryRoom:
+    """Usable memory, how much of it is free, and the cgroup's file that limits it, if one does."""
+
+    total_bytes: int
+    free_bytes: int
+    limited_by: Path | None = None
+
+
+def usable_memory(machine: MemoryRoom, proc_root: Path = PROC, sys_root: Path = SYS) -> MemoryRoom:
+    """Return what the cgroups of this process grant of the host's memory, at the tightest level."""
+    total, free, limited_by = machine.total_bytes, machine.free_bytes, None
     for folder in cgroup_folders("memory", proc_root, sys_root):
-        limit = _first(folder, "memory.max", "memory.limit_in_bytes")
-        used = _first(folder, "memory.current", "memory.usage_in_bytes")
-        # Version 1 writes "no limit" as a huge number, which then limits nothing.
-        if limit is not None:
-            totals.append(limit)
-            frees.append(limit - (used or 0) + reclaimable_bytes(folder))
-    total = min(totals)
-    return total, total - max(min(total, *frees), 0)
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = sysfs.read_integer(folder / limit_file)
+            if limit is None or limit >= machine.total_bytes:
+                continue  # cgroup v1 writes "no limit" as a huge number
+            used = sysfs.read_integer(folder / used_file) or 0
+            free = min(free, limit - used + _reclaimable_bytes(folder))
+            if limit < total:
+                total, limited_by = limit, folder / limit_file
+    free = max(0, min(free, total))
+    return MemoryRoom(total_bytes=total, free_bytes=free, limited_by=limited_by)
 
 
-def _first(folder: Path, *files: str) -> int | None:
-    return next((n for file in files if (n := sysfs.read_integer(folder / file)) is not None), None)
-
-
-def reclaimable_bytes(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """Return the cached file pages that the kernel drops before it refuses memory."""
-    pairs = (line.split() for line in (sysfs.read_text(folder / "memory.stat") or "").splitlines())
-    counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+    counts: dict[str, str] = {}
+    for line in (sysfs.read_text(folder / "memory.stat") or "").splitlines():
+        name, _, count = line.partition(" ")
+        counts[name] = count
     return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
 
 

@@ -1,4 +1,4 @@
-"""Limits of this process: open files, locked memory, processes, address space, file size."""
+"""Limits of this process: open files, locked memory, processes, file size."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,6 @@ _WANTED_FILES = 65536
 _LOCKED_BYTES = GiB
 # A rank with its threads and workers needs up to about 100.
 _FEW_PROCESSES = 200
-_FEW_FOR_A_USER = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,6 @@ def check_limits(surroundings: Surroundings) -> Iterator[Finding]:
     findings = [
         *_open_files(limits),
         *_locked_memory(limits, surroundings),
-        *_processes(limits, surroundings),
         *_pids(surroundings),
         *_sizes(limits),
     ]
@@ -109,34 +107,6 @@ def _locked_memory(limits: Mapping[str, _Limit], surroundings: Surroundings) -> 
     )
 
 
-def _processes(limits: Mapping[str, _Limit], surroundings: Surroundings) -> Iterator[Finding]:
-    limit = limits.get("Max processes")
-    user = re.search(r"^Uid:\s+(\d+)", surroundings.text("/proc/self/status") or "", re.M)
-    if limit is None or limit.soft is None or limit.soft > _FEW_FOR_A_USER or user is None:
-        return
-    if user[1] == "0":  # root is exempt
-        return
-    used = _threads_of(user[1], surroundings)
-    if limit.soft - used >= _FEW_PROCESSES:
-        return
-    yield finding(
-        "processes-few",
-        soft=limit.soft,
-        used=used,
-        fix=_raising("u", "nproc", "65536", "65536", "LimitNPROC=65536"),
-    )
-
-
-def _threads_of(uid: str, surroundings: Surroundings) -> int:
-    total = 0
-    for path in surroundings.path("/proc").glob("[0-9]*/status"):
-        status = sysfs.read_text(path) or ""
-        if re.search(rf"^Uid:\s+{uid}\b", status, re.M):
-            threads = re.search(r"^Threads:\s+(\d+)", status, re.M)
-            total += int(threads[1]) if threads else 1
-    return total
-
-
 def _pids(surroundings: Surroundings) -> Iterator[Finding]:
     for folder in cgroup_folders("pids", surroundings.path("/proc"), surroundings.path("/sys")):
         most, used = (
@@ -150,9 +120,7 @@ def _pids(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _sizes(limits: Mapping[str, _Limit]) -> Iterator[Finding]:
-    space, file = limits.get("Max address space"), limits.get("Max file size")
-    if space and space.soft is not None:
-        yield finding("address-space-limited", soft=format_bytes(space.soft), bytes=space.soft)
+    file = limits.get("Max file size")
     if file and file.soft is not None:
         yield finding("file-size-limited", soft=format_bytes(file.soft), bytes=file.soft)
 

@@ -1,7 +1,6 @@
 """Network interfaces and routes: which reach other hosts, and which are misconfigured."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torchmuster.devices.readers import sysfs
 from torchmuster.diagnose.check import Check, Surroundings
@@ -12,61 +11,26 @@ from torchmuster.launch.network.interfaces import Interface
 
 _FOLDER = "/sys/class/net"
 _SWITCHED_ON = 0x1  # IFF_UP; with a carrier it is also IFF_RUNNING
-_SLOW_MBITS = 100
-_MANY_ERRORS = 1000
-_ERROR_SHARE = 0.001
 _FEW_PORTS = 1000
 _VERY_FEW_PORTS = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Card:
-    """What the kernel reports of an interface; None if unknown."""
-
-    name: str
-    address: str
-    speed_mbits: int | None
-    duplex: str | None
-    packets: int
-    errors: int
 
 
 def interfaces(surroundings: Surroundings) -> Iterator[Finding]:
     """Check each interface that has an address reachable by others."""
     known = network.read_interfaces()
     usable = network.interface_candidates(known)
-    # Bridges and tunnels report no physical link state.
-    cards = [_card(candidate.interface, candidate.address, surroundings) for candidate in usable]
-    wired = list({card.name: card for card in cards if _is_wired(card.name, surroundings)}.values())
     findings = [
         *_none(usable),
         *_unplugged(known, surroundings, others_work=bool(usable)),
-        *(found for card in wired for found in _judge(card)),
     ]
     seen = ", ".join(f"{candidate.address} ({candidate.interface})" for candidate in usable)
     yield from findings or [Finding(name="interfaces", status=Status.OK, what=seen)]
 
 
 def _is_wired(name: str, surroundings: Surroundings) -> bool:
+    """Return whether an interface reports a carrier; bridges and tunnels do not."""
     folder = surroundings.path(f"{_FOLDER}/{name}")
     return not (folder / "bridge").exists() and not (folder / "tun_flags").exists()
-
-
-def _card(name: str, address: str, surroundings: Surroundings) -> _Card:
-    folder = surroundings.path(f"{_FOLDER}/{name}")
-    counted = {
-        file: sysfs.read_integer(folder / "statistics" / file) or 0
-        for file in ("rx_packets", "tx_packets", "rx_errors", "tx_errors", "rx_missed_errors")
-    }
-    speed = sysfs.read_integer(folder / "speed")
-    return _Card(
-        name=name,
-        address=address,
-        speed_mbits=speed if speed and speed > 0 else None,
-        duplex=sysfs.read_text(folder / "duplex"),
-        packets=counted["rx_packets"] + counted["tx_packets"],
-        errors=counted["rx_errors"] + counted["tx_errors"] + counted["rx_missed_errors"],
-    )
 
 
 def _none(usable: Sequence[object]) -> Iterator[Finding]:
@@ -95,24 +59,6 @@ def _unplugged(
                 addresses=addresses[0],
                 folder=_FOLDER,
             )
-
-
-def _judge(card: _Card) -> Iterator[Finding]:
-    half = card.duplex == "half"
-    if half or (card.speed_mbits is not None and card.speed_mbits <= _SLOW_MBITS):
-        yield finding(
-            "link-slow",
-            card=card.name,
-            speed_mbits=card.speed_mbits or "an unknown number of",
-            what_detail=", half duplex" if half else "",
-            folder=_FOLDER,
-            card_speed_mbits=card.speed_mbits,
-            duplex=card.duplex,
-        )
-    if card.errors > _MANY_ERRORS and card.errors > _ERROR_SHARE * card.packets:
-        yield finding(
-            "link-errors", card=card.name, errors=card.errors, packets=card.packets, folder=_FOLDER
-        )
 
 
 def routes(surroundings: Surroundings) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Packages that must fit to torch: compiled extensions, CUDA libraries, NCCL and NumPy."""
+"""Packages that must fit to torch: compiled extensions, CUDA libraries and NumPy."""
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution
@@ -23,7 +23,6 @@ _FIRST_FOR_NUMPY_2 = {
     "matplotlib": (3, 8, 4),
     "pyarrow": (16,),
 }
-_NCCL = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _Packages = Mapping[str, Distribution]
 
 
@@ -36,9 +35,6 @@ def check_packages(surroundings: Surroundings) -> Iterator[Finding]:
         *_cuda_libraries(packages, pip),
         *_numpy(packages, pip),
     ]
-    build = read_build(surroundings)
-    if build is not None and build.cuda:
-        findings += _nccl(packages, build.cuda, pip)
     shown = [name for name in ("numpy", *_COMPANIONS) if name in packages]
     seen = ", ".join(f"{name} {packages[name].version}" for name in shown) or "none installed"
     yield from findings or [Finding(name="packages", status=Status.OK, what=seen)]
@@ -46,7 +42,7 @@ def check_packages(surroundings: Surroundings) -> Iterator[Finding]:
 
 def _read_packages(surroundings: Surroundings) -> dict[str, Distribution]:
     """Return the installed ones of the packages that matter here, by name."""
-    names = {"numpy", *_COMPANIONS, *_FIRST_FOR_NUMPY_2, *_NCCL}
+    names = {"numpy", *_COMPANIONS, *_FIRST_FOR_NUMPY_2}
     torch = find_package("torch", surroundings)
     if torch is not None:
         names |= _pins(torch).keys()
@@ -120,15 +116,6 @@ def _cuda_libraries(packages: _Packages, pip: str) -> Iterator[Finding]:
                 pin=pin,
                 fix=fix,
             )
-
-
-def _nccl(packages: _Packages, cuda: str, pip: str) -> Iterator[Finding]:
-    """Yield a finding if NCCL is installed for several versions of CUDA."""
-    wheels = [name for name in _NCCL if name in packages]
-    if len(wheels) > 1:
-        own = f"nvidia-nccl-cu{cuda.partition('.')[0]}"
-        others = " ".join(name for name in wheels if name != own)
-        yield finding("two-nccl", wheels=", ".join(wheels), pip=pip, others=others, own=own)
 
 
 def _numpy(packages: _Packages, pip: str) -> Iterator[Finding]:

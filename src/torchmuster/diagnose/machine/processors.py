@@ -1,23 +1,19 @@
-"""Processors: how many cores this process can use, and what slows them down."""
+"""Processors: how many cores this process can use, and what limits them."""
 
 import re
 from collections.abc import Iterator
 
-from torchmuster.devices.readers import sysfs
-from torchmuster.devices.readers.cpu import CpuLimit, cgroup_folders, usable_cores
+from torchmuster.devices.readers.cpu import CpuLimit, usable_cores
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
 _CPUS = "/sys/devices/system/cpu"
-# With fewer periods, the share is not meaningful.
-_ENOUGH_PERIODS = 100
-_THROTTLED_SHARE = 0.5
 _ALLOWED = re.compile(r"^Cpus_allowed_list:\s*(\S+)", re.MULTILINE)
 
 
 def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
-    """Check quota, affinity and throttling."""
+    """Check quota and affinity."""
     machine = _count(surroundings.text(f"{_CPUS}/online"))
     allowed = _ALLOWED.search(surroundings.text("/proc/self/status") or "")
     usable = usable_cores(
@@ -29,7 +25,6 @@ def check_processors(surroundings: Surroundings) -> Iterator[Finding]:
     findings = [
         *_quota(usable),
         *_one_core(usable),
-        *_throttled(surroundings),
     ]
     yield from findings or [Finding(name="processors", status=Status.OK, what=usable.reason)]
 
@@ -64,26 +59,10 @@ def _one_core(limit: CpuLimit) -> Iterator[Finding]:
     yield finding("cpu-affinity", machine=limit.machine, reason=limit.reason)
 
 
-def _throttled(surroundings: Surroundings) -> Iterator[Finding]:
-    for folder in cgroup_folders("cpu", surroundings.path("/proc"), surroundings.path("/sys")):
-        counts = dict(
-            re.findall(r"^(\w+) (\d+)$", sysfs.read_text(folder / "cpu.stat") or "", re.M)
-        )
-        periods, throttled = int(counts.get("nr_periods", 0)), int(counts.get("nr_throttled", 0))
-        if periods >= _ENOUGH_PERIODS and throttled / periods >= _THROTTLED_SHARE:
-            yield finding(
-                "cpu-throttled",
-                share=throttled / periods,
-                periods=periods,
-                throttled=throttled,
-            )
-            return
-
-
 CHECKS = (
     Check(
         name="processors",
-        asks="How many cores can be used, and does anything slow them down?",
+        asks="How many cores can be used, and what limits them?",
         run=check_processors,
         systems=("linux",),
     ),

@@ -4,10 +4,10 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
+import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,8 @@ from torchmuster.redaction import redact_text
 
 PROBE = "torchmuster.diagnose.probes.torch_at_work"
 DEADLINE_S = 60.0
-_LAST_WORDS_S = 2.0
+_KILLED_WITHIN_S = 2.0
 _TAIL_LINES = 6
-# An idle device below this share of the median of its model is slow.
-_SLOW = 0.8
 
 _DOING = {
     "": "starting",
@@ -63,53 +61,40 @@ def _run(surroundings: Surroundings) -> Iterator[Finding]:
     if installed.torch_folder(surroundings) is None:
         return  # reported by torch-whole
     trial = try_torch([surroundings.python, "-P", "-m", PROBE], surroundings.environment)
-    busy: set[int] = set()
     gpus = False
     with contextlib.suppress(DevicesSilent):  # then torch's own result is all there is
-        node = surroundings.look()
-        busy = {device.index for device in node.accelerators if device.compute_processes}
-        gpus = node.main_kind in (DeviceKind.CUDA, DeviceKind.ROCM)
-    yield from judge_trial(trial, python=surroundings.python, gpus=gpus, busy=busy)
+        gpus = surroundings.look().main_kind in (DeviceKind.CUDA, DeviceKind.ROCM)
+    yield from judge_trial(trial, python=surroundings.python, gpus=gpus)
 
 
 def try_torch(
-    words: Sequence[str], environment: Mapping[str, str], *, within_s: float = DEADLINE_S
+    command: Sequence[str], environment: Mapping[str, str], *, within_s: float = DEADLINE_S
 ) -> Trial:
     """Run the probe and return its result; if it hangs, kill it with all its children."""
     began = time.monotonic()
-    process = subprocess.Popen(
-        list(words),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=dict(environment),
-        start_new_session=True,
-    )
-    code: int | None = None
-    try:
-        out, err = process.communicate(timeout=within_s)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        _end(process)
-        out, err = _last_words(process)
-    return Trial(
-        records=tuple(_records(out.decode(errors="replace").splitlines())),
-        code=code,
-        complaint=_tail(err.decode(errors="replace")),
-        seconds=time.monotonic() - began,
-    )
-
-
-def _last_words(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Return the output so far; a process in uninterruptible I/O may not die from SIGKILL yet."""
-    try:
-        return process.communicate(timeout=_LAST_WORDS_S)
-    except subprocess.TimeoutExpired as error:
-        process.poll()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        return error.output or b"", error.stderr or b""
+    # Files, not pipes: what the kill misses, such as a process in a dead disk, cannot block reading.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+        output.seek(0)
+        errors.seek(0)
+        return Trial(
+            records=tuple(_records(output.read().decode(errors="replace").splitlines())),
+            code=code,
+            complaint=_tail(errors.read().decode(errors="replace")),
+            seconds=time.monotonic() - began,
+        )
 
 
 def _records(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -126,6 +111,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it may be in uninterruptible I/O
+        process.wait(_KILLED_WITHIN_S)
 
 
 def _tail(text: str) -> str:
@@ -133,27 +120,21 @@ def _tail(text: str) -> str:
     return redact_text("\n".join(lines[-_TAIL_LINES:]))
 
 
-def judge_trial(
-    trial: Trial, *, python: str, gpus: bool, busy: Collection[int] = ()
-) -> Iterator[Finding]:
-    """Yield the findings of a trial; ``busy`` are devices in use by others, which may be slow."""
-    found = [
-        *_ended_early(trial, python),
-        *_group(trial),
-        *(item for record in trial.of("import") for item in _gpus_seen(record, gpus)),
-        *(item for record in trial.of("device") for item in _device(record)),
-        *_slow(trial.of("device"), busy),
-    ]
-    yield from found
-    if all(finding.status is Status.NOTE for finding in found):
+def judge_trial(trial: Trial, *, python: str, gpus: bool) -> list[Finding]:
+    """Return the findings of a trial; one with status OK if it found no fault."""
+    findings = [*_ended_early(trial, python), *_group(trial)]
+    for record in trial.of("import"):
+        findings += _gpus_seen(record, gpus)
+    speeds = []
+    for record in trial.of("device"):
+        findings += _device(record)
+        speeds.append(f"{record['name']} {record.get('gflops', 0.0):.0f} GFLOP/s")
+    if not findings:
         imported = next(iter(trial.of("import")), {})
-        devices = [
-            f"{record['name']} {record['gflops']:.0f} GFLOP/s" for record in trial.of("device")
-        ]
-        words = (
-            f"imported in {imported.get('seconds', 0.0):.1f} s; gloo works; {', '.join(devices)}"
-        )
-        yield Finding(name="torch-at-work", status=Status.OK, what=words)
+        seconds = imported.get("seconds", 0.0)
+        seen = f"imported in {seconds:.1f} s; gloo works; {', '.join(speeds)}"
+        findings.append(Finding(name="torch-at-work", status=Status.OK, what=seen))
+    return findings
 
 
 def _ended_early(trial: Trial, python: str) -> Iterator[Finding]:
@@ -200,49 +181,19 @@ def _gpus_seen(record: Mapping[str, Any], gpus: bool) -> Iterator[Finding]:
 
 
 def _device(record: Mapping[str, Any]) -> Iterator[Finding]:
-    name = record["name"]
-    if record.get("error"):
-        missing = "no kernel image" in str(record["error"])
-        yield Finding(
-            name="gpu-not-in-build" if missing else "device-fails",
-            status=Status.FAILURE,
-            what=f"{name} cannot multiply matrices",
-            why=str(record["error"]),
-            fix="install a torch build for this GPU"
-            if missing
-            else "sudo dmesg | grep -i xid  # shows the driver's errors",
-            evidence=f"this torch has code for {', '.join(record['built_for'])}"
-            if record.get("built_for")
-            else "",
-        )
+    device, error = record["name"], str(record.get("error") or "")
+    if "no kernel image" in error:
+        built_for = ", ".join(record.get("built_for", ()))
+        yield finding("gpu-not-in-build", device=device, error=error, built_for=built_for)
+    elif error:
+        yield finding("device-fails", device=device, error=error)
     elif record["wrong"]:
         yield finding(
             "device-computes-wrongly",
-            subject=name,
+            subject=device,
             wrong=record["wrong"],
             compared=record["compared"],
         )
-
-
-def _slow(records: Sequence[Mapping[str, Any]], busy: Collection[int]) -> Iterator[Finding]:
-    """Compare GPUs of one model with each other, as normal speed differs between models."""
-    by_model: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        if record.get("gflops") and record.get("index") not in (None, *busy):
-            by_model.setdefault(record["model"], []).append(record)
-    for alike in by_model.values():
-        median = statistics.median_high(record["gflops"] for record in alike)
-        for record in alike:
-            if record["gflops"] >= _SLOW * median:
-                continue
-            yield finding(
-                "device-slow",
-                device=record["name"],
-                share=record["gflops"] / median,
-                index=record["index"],
-                gflops=record["gflops"],
-                median=median,
-            )
 
 
 CHECKS = (
@@ -252,6 +203,6 @@ CHECKS = (
         "device?",
         run=_run,
         cost=Cost.SECONDS,
-        deadline_s=DEADLINE_S + _LAST_WORDS_S + LOOK_WITHIN_S + 5,
+        deadline_s=DEADLINE_S + _KILLED_WITHIN_S + LOOK_WITHIN_S + 5,
     ),
 )

@@ -3,7 +3,6 @@
 The checks read its files and never import it, so they also work with a broken torch.
 """
 
-import platform
 import re
 import shlex
 import sys
@@ -30,14 +29,6 @@ _LEAST_DRIVERS = {
     12: ("525.60.13", "528.33"),
     13: ("580", "580"),
 }
-# CUDA's major version -> the lowest compute capability that its compiler supports. From the
-# same notes: CUDA 12 dropped Kepler, CUDA 13 dropped Maxwell, Pascal and Volta.
-_LOWEST_CAPABILITY = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
-# The lowest compute capability in torch's own wheels for ARM servers (pytorch#182849).
-_LOWEST_ON_ARM = (8, 0)
-# Compute capability (major) -> the first CUDA whose compiler supports it: Hopper, Blackwell, Thor. A
-# GPU runs code of its own major version, so a higher minor version needs nothing newer.
-_FIRST_CUDA = {9: (11, 8), 10: (12, 8), 11: (13, 0), 12: (12, 8)}
 _FIELD = re.compile(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]", re.MULTILINE)
 _VENDORS = {DeviceKind.CUDA: "NVIDIA", DeviceKind.ROCM: "AMD", DeviceKind.XPU: "Intel"}
 # Desktop processors often have a small integrated GPU that is not used for training.
@@ -72,30 +63,6 @@ def driver_serves(cuda: str, *, driver: str | None, serves: str | None) -> bool 
         return release(serves)[0] >= wanted[0]
     least = least_driver(cuda, "linux")
     return release(driver) >= release(least) if driver and least else None
-
-
-def why_no_code_for(capability: tuple[int, int], cuda: str, *, arm_wheel: bool = False) -> str:
-    """Return why a build for this CUDA cannot have code for a GPU; "" if it can."""
-    name = f"{capability[0]}.{capability[1]}"
-    wanted = release(cuda)[:2]
-    lowest = _LOWEST_CAPABILITY.get(wanted[0]) if wanted else None
-    first = _FIRST_CUDA.get(capability[0])
-    if lowest and capability < lowest:
-        return (
-            f"its compute capability is {name}, and CUDA {cuda} supports "
-            f"{lowest[0]}.{lowest[1]} and newer only"
-        )
-    if arm_wheel and capability < _LOWEST_ON_ARM:
-        return (
-            f"its compute capability is {name}, and torch's wheels for aarch64 have code for "
-            f"{_LOWEST_ON_ARM[0]}.{_LOWEST_ON_ARM[1]} and newer only"
-        )
-    if first and wanted < first:
-        return (
-            f"its compute capability is {name}, which needs CUDA "
-            f"{first[0]}.{first[1]} or newer; this torch is built with {cuda}"
-        )
-    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +217,6 @@ def _judge(
         )
     elif kind is DeviceKind.CUDA and build.cuda:
         yield from _driver(build.cuda, node, surroundings)
-        label = build.version.partition("+")[2]
-        arm_wheel = platform.machine() == "aarch64" and (not label or label.startswith("cu"))
-        yield from _too_old_or_new(build.cuda, devices, arm_wheel=arm_wheel)
 
 
 def _other_build(wanted: str, kind: DeviceKind, build: Build, surroundings: Surroundings) -> str:
@@ -282,22 +246,6 @@ def _driver(cuda: str, node: Node, surroundings: Surroundings) -> Iterator[Findi
             serves=serves,
             older=older,
         )
-    elif node.cuda_version and release(node.cuda_version) < release(cuda)[:2]:
-        yield finding(
-            "driver-older-than-torch",
-            driver_version=node.driver_version,
-            cuda=cuda,
-            cuda_version=node.cuda_version,
-        )
-
-
-def _too_old_or_new(cuda: str, devices: Sequence[Device], *, arm_wheel: bool) -> Iterator[Finding]:
-    for device in devices:
-        if device.compute_capability is None:
-            continue
-        why = why_no_code_for(device.compute_capability, cuda, arm_wheel=arm_wheel)
-        if why:
-            yield finding("gpu-not-in-build", label=device.label, device=device.name, why=why)
 
 
 CHECKS = (

@@ -1,9 +1,9 @@
 """Environment variables that make runs fail, hang or slow down."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from torchmuster.devices.model import DeviceKind, LinkKind, Node
+from torchmuster.devices.model import DeviceKind, LinkKind
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import STAGES, visible
 from torchmuster.diagnose.check import Check, Surroundings
@@ -14,152 +14,68 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import interfaces
 from torchmuster.redaction import redact_text
 
-Applies = Callable[[str, Node, Surroundings], bool]
+_ON = ("1", "true", "yes", "on", "y")
 _RUNS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _on(value: str, node: Node, surroundings: Surroundings) -> bool:
-    return value.lower() in ("1", "true", "yes", "on", "y")
-
-
-def _off(value: str, node: Node, surroundings: Surroundings) -> bool:
-    return value == "0"
-
-
-def _on_beside_nvlink(value: str, node: Node, surroundings: Surroundings) -> bool:
-    return value == "1" and any(link.kind is LinkKind.NVLINK for link in node.links)
-
-
-def _on_with_gpus(value: str, node: Node, surroundings: Surroundings) -> bool:
-    return value == "1" and len(node.accelerators) > 1
-
-
-def _infiniband_in_use(surroundings: Surroundings) -> bool:
-    ports = infiniband.read_ports(surroundings)
-    return any(port.is_active and port.link_layer == "InfiniBand" for port in ports)
-
-
-def _on_beside_infiniband(value: str, node: Node, surroundings: Surroundings) -> bool:
-    return value == "1" and _infiniband_in_use(surroundings)
-
-
-def _on_beside_other_cards(value: str, node: Node, surroundings: Surroundings) -> bool:
-    # The Ethernet adapter of many cloud VMs is also listed as an RDMA device.
-    there = bool(infiniband.read_ports(surroundings))
-    return value == "1" and there and not _infiniband_in_use(surroundings)
-
-
-def _is(*words: str) -> Applies:
-    return lambda value, node, surroundings: value.upper() in words
-
-
-def _set(value: str, node: Node, surroundings: Surroundings) -> bool:
-    return bool(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Harm:
-    """A harmful variable: when it applies, and its effect."""
-
-    variable: str
-    applies: Applies
-    why: str
-    status: Status = Status.WARNING
-
-
+# Switches that make every run slower or hang: the values that matter, and their effect.
 HARMS = (
-    Harm(
-        variable="CUDA_LAUNCH_BLOCKING",
-        applies=_on,
-        why="each kernel waits for the previous one: useful for debugging, but several times "
-        "slower",
+    (
+        "CUDA_LAUNCH_BLOCKING",
+        _ON,
+        "each kernel waits for the previous one: useful for debugging, but several times slower",
     ),
-    Harm(
-        variable="PYTORCH_NO_CUDA_MEMORY_CACHING",
-        applies=_on,
-        why="each tensor allocates its memory from the driver, which is many times slower",
+    (
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        _ON,
+        "each tensor allocates its memory from the driver, which is many times slower",
     ),
-    Harm(
-        variable="TORCH_DISTRIBUTED_DEBUG",
-        applies=_is("DETAIL"),
-        why="each collective is first compared across all ranks: useful for debugging, but slow",
+    (
+        "TORCH_DISTRIBUTED_DEBUG",
+        ("detail",),
+        "each collective is first compared across all ranks: useful for debugging, but slow",
     ),
-    Harm(
-        variable="TORCH_NCCL_BLOCKING_WAIT",
-        applies=_on,
-        why="each collective blocks the CPU until it completes, so nothing overlaps with it",
+    (
+        "TORCH_NCCL_BLOCKING_WAIT",
+        _ON,
+        "each collective blocks the CPU until it completes, so nothing overlaps with it",
     ),
-    Harm(
-        variable="TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        applies=_off,
-        why="a rank whose peer has died waits forever instead of exiting",
+    (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        ("0",),
+        "a rank whose peer has died waits forever instead of exiting",
     ),
-    Harm(
-        variable="NCCL_P2P_DISABLE",
-        applies=_on_beside_nvlink,
-        why="the GPUs here have NVLink, but data goes through host memory instead",
+    (
+        "NCCL_P2P_DISABLE",
+        _ON,
+        "the GPUs here have NVLink, but data goes through host memory instead",
     ),
-    Harm(
-        variable="NCCL_SHM_DISABLE",
-        applies=_on_with_gpus,
-        why="GPUs without a direct path exchange data over the network instead of shared memory",
-    ),
-    Harm(
-        variable="NCCL_IB_DISABLE",
-        applies=_on_beside_infiniband,
-        why="this host has InfiniBand, but NCCL uses plain TCP instead",
-    ),
-    Harm(
-        variable="NCCL_IB_DISABLE",
-        applies=_on_beside_other_cards,
-        why="this host has a network adapter that may support RoCE, but NCCL uses plain TCP "
-        "instead",
-        status=Status.NOTE,
-    ),
-    Harm(
-        variable="NVIDIA_TF32_OVERRIDE",
-        applies=_set,
-        why="it overrides the precision that the script sets for matrix products",
-    ),
-    Harm(
-        variable="NCCL_DEBUG",
-        applies=_is("INFO", "TRACE"),
-        why="every rank logs many lines",
-        status=Status.NOTE,
-    ),
-    Harm(
-        variable="NCCL_ALGO",
-        applies=_set,
-        why="NCCL no longer selects the fastest algorithm",
-        status=Status.NOTE,
-    ),
-    Harm(
-        variable="NCCL_PROTO",
-        applies=_set,
-        why="NCCL no longer selects the protocol; LL128 on hardware without it gives wrong values",
-        status=Status.NOTE,
+    (
+        "NCCL_IB_DISABLE",
+        _ON,
+        "this host has InfiniBand, but NCCL uses plain TCP instead",
     ),
 )
 
 
+def _has_unused_path(variable: str, surroundings: Surroundings) -> bool:
+    """Return whether the host has what the variable switches off."""
+    if variable == "NCCL_P2P_DISABLE":
+        return any(link.kind is LinkKind.NVLINK for link in surroundings.look().links)
+    if variable == "NCCL_IB_DISABLE":
+        ports = infiniband.read_ports(surroundings)
+        return any(port.is_active and port.link_layer == "InfiniBand" for port in ports)
+    return True
+
+
 def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
-    node, environment = surroundings.look(), surroundings.environment
     found = []
-    for harm in HARMS:
-        value = environment.get(harm.variable)
-        if value is not None and harm.applies(value, node, surroundings):
-            found.append(
-                finding(
-                    "harmful-variable",
-                    status=harm.status,
-                    variable=harm.variable,
-                    value=value,
-                    why=harm.why,
-                )
-            )
-    yield from found
-    if all(finding.status is Status.NOTE for finding in found):
-        yield Finding(name="variables", status=Status.OK, what="no harmful variable set")
+    for variable, harmful_values, why in HARMS:
+        value = surroundings.environment.get(variable, "")
+        if value.lower() in harmful_values and _has_unused_path(variable, surroundings):
+            found.append(finding("harmful-variable", variable=variable, value=value, why=why))
+    fine = Finding(name="variables", status=Status.OK, what="no harmful variable set")
+    yield from found or [fine]
 
 
 # ---- which GPUs, which interfaces

@@ -73,10 +73,9 @@ def _devices(torch: Any) -> list["torch.device"]:
 def _multiply(torch: Any, device: "torch.device") -> dict[str, Any]:
     from torchmuster.diagnose.probes.matmul import check_matmuls
 
-    record: dict[str, Any] = {"name": str(device), "index": device.index, "model": device.type}
+    record: dict[str, Any] = {"name": str(device)}
     try:
         if device.type == "cuda":
-            record["model"] = torch.cuda.get_device_name(device)
             record["built_for"] = torch.cuda.get_arch_list()
         matmuls = check_matmuls(device)
     except Exception as error:

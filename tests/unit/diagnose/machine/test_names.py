@@ -201,7 +201,7 @@ def test_one_slow_answer_is_not_a_fault(
         names._Answer(addresses=(), seconds=0.01),
         names._Answer(addresses=(), seconds=0.01),
     ]
-    monkeypatch.setattr(names, "_ask", lambda _: answers.pop(0))
+    monkeypatch.setattr(names, "_look_up_once", lambda _: answers.pop(0))
     all_well(REVERSE, machine)
     answers = [slow, slow]
     slowed = only(REVERSE, machine)

@@ -1,7 +1,6 @@
 """Interfaces, routes, ports for connections."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -57,12 +56,6 @@ def test_dockers_bridge_without_containers_is_no_fault(
     all_well(INTERFACES, machine(tmp_path, monkeypatch, files, bridge))
 
 
-def test_a_tunnel_says_nothing_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tunnel = Interface(name="tun0", up=True, addresses=("10.8.0.2",))
-    files = card("tun0", speed=10) | {"sys/class/net/tun0/tun_flags": "0x1002"}
-    all_well(INTERFACES, machine(tmp_path, monkeypatch, files, tunnel))
-
-
 def test_no_cable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
@@ -86,54 +79,6 @@ def test_no_cable_in_the_only_interface(tmp_path: Path, monkeypatch: pytest.Monk
     findings = found(INTERFACES, made_up_machine(tmp_path, files))
     assert set(findings) == {"no-network", "no-carrier"}
     assert findings["no-carrier"].status is Status.WARNING
-
-
-@pytest.mark.parametrize(
-    ("values", "seen"),
-    [
-        ({"speed": 100}, "100 Mbit/s"),
-        ({"speed": 1000, "duplex": "half"}, "half duplex"),
-    ],
-    ids=["speed", "duplex"],
-)
-def test_a_slow_link(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    values: dict[str, Any],
-    seen: str,
-    snapshot: SnapshotAssertion,
-) -> None:
-    finding = only(INTERFACES, machine(tmp_path, monkeypatch, card(**values)))
-    assert (finding.name, finding.status) == ("link-slow", Status.WARNING)
-    assert seen in finding.what
-    assert finding.fix.startswith("sudo ethtool eth0")
-    assert finding == snapshot
-
-
-def test_a_speed_that_is_not_told_is_not_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    all_well(INTERFACES, machine(tmp_path, monkeypatch, card(speed=-1, duplex="unknown")))
-
-
-@pytest.mark.parametrize(
-    ("errors", "packets", "warns"),
-    [(5000, 10**6, True), (5000, 10**9, False), (900, 1000, False)],
-)
-def test_errors_count_only_if_many_and_frequent(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    errors: int,
-    packets: int,
-    warns: bool,
-    snapshot: SnapshotAssertion,
-) -> None:
-    files = counters(rx_packets=packets, tx_packets=0, rx_errors=errors, rx_dropped=10**6)
-    findings = found(INTERFACES, machine(tmp_path, monkeypatch, files))
-    assert ("link-errors" in findings) == warns
-    if warns:
-        assert "5,000" in findings["link-errors"].what
-        assert findings["link-errors"] == snapshot
 
 
 @pytest.mark.parametrize(

@@ -127,22 +127,6 @@ def test_a_cuda_library_of_another_version(
 # ---- NCCL, libuv
 
 
-def test_two_nccls_in_one_place(site: SitePackages) -> None:
-    site.torch(cuda="12.6")
-    site.add("nvidia-nccl-cu11", "2.19.3")
-    site.add("nvidia-nccl-cu12", "2.21.5")
-    found = check(site)
-    assert (found.name, found.status) == ("two-nccl", Status.WARNING)
-    assert "pip uninstall -y nvidia-nccl-cu11\n" in found.fix
-
-
-def test_nccl_does_not_matter_to_a_cpu_build(site: SitePackages) -> None:
-    site.torch("2.13.0+cpu")
-    site.add("nvidia-nccl-cu11", "2.19.3")
-    site.add("nvidia-nccl-cu12", "2.21.5")
-    assert check(site).status is Status.OK
-
-
 def test_a_torch_for_windows_without_libuv(site: SitePackages) -> None:
     folder = site.torch("2.13.0")
     found = only(LIBUV.run(surroundings(site, system="win32")))

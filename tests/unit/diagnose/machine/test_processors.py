@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_machine import CGROUP, IN_A_CGROUP, all_well, found, made_up_machine, only
+from made_up_machine import CGROUP, IN_A_CGROUP, all_well, made_up_machine, only
 from torchmuster.diagnose.machine.processors import CHECKS
 from torchmuster.finding import Status
 
@@ -46,20 +46,6 @@ def test_one_core_of_many(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
 def test_some_cores_of_many_are_what_was_asked_for(tmp_path: Path) -> None:
     files = SIXTEEN | {"proc/self/status": "Cpus_allowed_list:\t0-3,8\n"}
     assert all_well(CHECK, made_up_machine(tmp_path, files)).startswith("5 of 16 cores")
-
-
-@pytest.mark.parametrize(("throttled", "warns"), [(900, True), (200, False)])
-def test_throttled(
-    tmp_path: Path, throttled: int, warns: bool, snapshot: SnapshotAssertion
-) -> None:
-    statistics = f"usage_usec 5\nnr_periods 1000\nnr_throttled {throttled}\n"
-    files = SIXTEEN | IN_A_CGROUP | {f"{CGROUP}/cpu.stat": statistics}
-    findings = found(CHECK, made_up_machine(tmp_path, files))
-    assert ("cpu-throttled" in findings) == warns
-    if warns:
-        assert findings["cpu-throttled"].status is Status.WARNING
-        assert "90%" in findings["cpu-throttled"].what
-        assert findings["cpu-throttled"] == snapshot
 
 
 def test_the_only_core_of_a_machine_is_no_fault(tmp_path: Path) -> None:

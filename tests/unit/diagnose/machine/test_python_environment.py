@@ -68,56 +68,5 @@ def test_the_working_folder_may_be_where_torch_is_installed(site: SitePackages) 
     assert only(IMPORTS.run(surroundings(site, folder=site.folder))).status is Status.OK
 
 
-def test_two_versions_one_from_pythonpath(
-    site: SitePackages, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    old = SitePackages(tmp_path / "old")
-    old.torch("2.1.0")
-    here = surroundings(old, site, environment={"PYTHONPATH": f"/x:{old.folder}"})
-    found = only(IMPORTS.run(here))
-    assert (found.name, found.status) == ("module-twice", Status.WARNING)
-    assert str(old.folder) in found.what
-    assert "PYTHONPATH" in found.why
-    assert found == snapshot
-    assert found.fix == "unset PYTHONPATH"
-
-
-def test_two_versions_one_of_the_users_own(site: SitePackages, tmp_path: Path) -> None:
-    own = SitePackages(tmp_path / ".local/lib/python3.11/site-packages")
-    own.torch("2.1.0")
-    found = only(IMPORTS.run(surroundings(own, site, environment={"HOME": str(tmp_path)})))
-    assert found.fix == "export PYTHONNOUSERSITE=1"
-
-
-def test_a_virtual_environment_before_the_systems_packages_is_a_note(
-    site: SitePackages, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    own = SitePackages(tmp_path / "venv/lib/python3.11/site-packages")
-    own.torch("2.12.0")
-    (tmp_path / "venv/pyvenv.cfg").write_text("include-system-site-packages = true\n")
-    found = only(IMPORTS.run(surroundings(own, site)))
-    assert (found.name, found.status) == ("module-twice", Status.NOTE)
-    assert found == snapshot
-    assert found.fix == ""
-
-
-def test_two_versions_in_one_virtual_environment_are_a_warning(
-    site: SitePackages, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    own = SitePackages(tmp_path / "a")
-    own.torch("2.12.0")
-    (tmp_path / "pyvenv.cfg").touch()
-    found = only(IMPORTS.run(surroundings(own, site)))
-    assert found.status is Status.WARNING
-    assert found.fix.startswith("/opt/python -m pip uninstall torch")
-    assert found == snapshot
-
-
-def test_the_same_version_twice_is_no_matter(site: SitePackages, tmp_path: Path) -> None:
-    again = SitePackages(tmp_path / "again")
-    again.torch("2.13.0+cpu")
-    assert only(IMPORTS.run(surroundings(again, site))).status is Status.OK
-
-
 def test_this_machines_imports_are_well(tmp_path: Path) -> None:
     assert only(IMPORTS.run(Surroundings(folder=tmp_path))).status is Status.OK

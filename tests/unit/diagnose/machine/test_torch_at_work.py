@@ -2,9 +2,7 @@
 
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import GIVE_UP_S
 from site_packages import SitePackages, surroundings
 from torchmuster.devices.model import Node
 from torchmuster.diagnose.check import DevicesSilent
@@ -37,16 +34,20 @@ def begun(stage: str) -> dict[str, Any]:
     return {"stage": stage, "begun": True}
 
 
-def device(name: str = "cpu", index: int | None = None, **fields: Any) -> dict[str, Any]:
-    usual = {"stage": "device", "name": name, "index": index, "model": name.partition(":")[0]}
-    return {**usual, "compared": 9, "wrong": 0, "gflops": 100.0, "error": "", **fields}
+def device(name: str = "cpu", **fields: Any) -> dict[str, Any]:
+    return {
+        "stage": "device",
+        "name": name,
+        "compared": 9,
+        "wrong": 0,
+        "gflops": 100.0,
+        "error": "",
+        **fields,
+    }
 
 
 def told(*records: Mapping[str, Any], gpus: bool = False, **fields: Any) -> list[Finding]:
-    busy = fields.pop("busy", ())
-    return list(
-        judge_trial(Trial(records=records, **fields), python="/opt/python", gpus=gpus, busy=busy)
-    )
+    return judge_trial(Trial(records=records, **fields), python="/opt/python", gpus=gpus)
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -100,7 +101,7 @@ def test_gloo_that_fails() -> None:
 
 
 def test_a_device_that_computes_wrongly(snapshot: SnapshotAssertion) -> None:
-    found = only(told(IMPORT, GROUP, device(), device("cuda:2", 2, wrong=3), gpus=True))
+    found = only(told(IMPORT, GROUP, device(), device("cuda:2", wrong=3), gpus=True))
     assert (found.name, found.status) == ("device-computes-wrongly", Status.FAILURE)
     assert found.what.startswith("cuda:2 ")
     assert found == snapshot
@@ -108,7 +109,7 @@ def test_a_device_that_computes_wrongly(snapshot: SnapshotAssertion) -> None:
 
 def test_a_device_that_the_build_has_no_code_for(snapshot: SnapshotAssertion) -> None:
     error = "RuntimeError: CUDA error: no kernel image is available for execution on the device"
-    bad = device("cuda:0", 0, error=error, built_for=["sm_80", "sm_90"])
+    bad = device("cuda:0", error=error, built_for=["sm_80", "sm_90"])
     found = only(told(IMPORT, GROUP, bad, gpus=True))
     assert found.name == "gpu-not-in-build"
     assert "sm_80, sm_90" in found.evidence
@@ -124,42 +125,11 @@ def test_gpus_that_torch_does_not_see(snapshot: SnapshotAssertion) -> None:
     assert only(told(blind, GROUP, device(), gpus=False)).status is Status.OK
 
 
-def test_a_device_that_is_slower_than_its_like(snapshot: SnapshotAssertion) -> None:
-    devices = [device(f"cuda:{one}", one, gflops=1000.0 + one) for one in range(4)]
-    devices[2]["gflops"] = 700.0
-    found = only(told(IMPORT, *devices, gpus=True))
-    assert (found.name, found.status) == ("device-slow", Status.WARNING)
-    assert "cuda:2" in found.what
-    assert "70%" in found.what
-    assert found == snapshot
-    assert only(told(IMPORT, *devices, gpus=True, busy={2})).status is Status.OK
-
-
-def test_other_models_and_the_cpu_are_not_compared() -> None:
-    devices = [device(), *(device(f"cuda:{one}", one, model=f"m{one}") for one in range(2))]
-    devices[1]["gflops"] = 5.0
-    assert only(told(IMPORT, *devices, gpus=True)).status is Status.OK
-
-
 # ---- the trial itself
 
 
 def run(program: str, **fields: Any) -> Trial:
     return try_torch([sys.executable, "-c", program], {}, **fields)
-
-
-@pytest.fixture
-def from_its_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial's time begins when it has said something: on a busy machine it may take long to come to that."""
-    communicate = subprocess.Popen.communicate
-    waited: list[object] = []
-
-    def patient(process: Any, *arguments: Any, **more: Any) -> Any:
-        if not waited:
-            waited.append(select.select([process.stdout], [], [], GIVE_UP_S))
-        return communicate(process, *arguments, **more)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", patient)
 
 
 def test_records_are_told_from_what_a_library_prints() -> None:
@@ -169,7 +139,6 @@ def test_records_are_told_from_what_a_library_prints() -> None:
     assert trial.code == 0
 
 
-@pytest.mark.usefixtures("from_its_first_word")
 def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
     line = MARK + '{"stage": "import", "begun": true}'
     program = (
@@ -178,12 +147,11 @@ def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "time.sleep(60)\n"
     )
-    trial = run(program, within_s=2.0)
+    trial = run(program, within_s=5.0)
     assert trial.code is None
     assert trial.last_begun == "import"
 
 
-@pytest.mark.usefixtures("from_its_first_word")
 def test_a_trial_that_cannot_be_ended_is_not_waited_for() -> None:
     """As one in an uninterruptible wait: here a process that the kill misses keeps the output open."""
     program = (
@@ -193,7 +161,7 @@ def test_a_trial_that_cannot_be_ended_is_not_waited_for() -> None:
         f"print({MARK!r} + json.dumps(dict(stage='import', begun=True, pid=held.pid)), flush=True)\n"
         "time.sleep(60)\n"
     )
-    trial = run(program, within_s=2.0)
+    trial = run(program, within_s=5.0)
     os.kill(trial.records[0]["pid"], signal.SIGKILL)
     assert trial.code is None
     assert trial.last_begun == "import"

@@ -50,12 +50,7 @@ def test_a_clean_environment_is_well() -> None:
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", Status.WARNING),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", Status.OK),
         ("NCCL_P2P_DISABLE", "1", Status.WARNING),
-        ("NCCL_SHM_DISABLE", "1", Status.WARNING),
-        ("NVIDIA_TF32_OVERRIDE", "1", Status.WARNING),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", Status.WARNING),
-        ("NCCL_DEBUG", "INFO", Status.NOTE),
-        ("NCCL_DEBUG", "WARN", Status.OK),
-        ("NCCL_PROTO", "LL128", Status.NOTE),
     ],
 )
 def test_switches(variable: str, value: str, status: Status) -> None:
@@ -88,16 +83,6 @@ def test_infiniband_that_is_there_and_not_used(tmp_path: Path, snapshot: Snapsho
     assert (found.name, found.status) == ("harmful-variable", Status.WARNING)
     assert "InfiniBand" in found.why
     assert found == snapshot
-
-
-@pytest.mark.parametrize("port", [("4: ACTIVE", "Ethernet"), ("1: DOWN", "InfiniBand")])
-def test_a_card_that_may_carry_no_infiniband_is_a_note(
-    tmp_path: Path, port: tuple[str, str]
-) -> None:
-    noted, well = without_infiniband(tmp_path, mlx5_0=port)
-    assert (noted.name, noted.status) == ("harmful-variable", Status.NOTE)
-    assert "RoCE" in noted.why
-    assert well.status is Status.OK
 
 
 def test_where_there_is_no_infiniband_it_may_be_off(tmp_path: Path) -> None:
