@@ -36,7 +36,7 @@ def verified(muster: Muster, batch: int, precision: str, strategy: str, gpus: in
     """Plan, take real steps, and return the finding about memory."""
     text = CONFIG.format(batch=batch, precision=precision, strategy=strategy)
     Path("config.yaml").write_text(text)
-    words = ("--config", "config.yaml", "--num-gpus", str(gpus), "--verify", "--no-cache", "--json")
+    words = ("--config", "config.yaml", "--num-gpus", str(gpus), "--verify", "--json")
     proof = json.loads(muster("plan", *words, exit_codes=(0, 1)))["proof"]
     return next(finding for finding in proof if finding["name"] == "plan-memory")
 

@@ -64,7 +64,7 @@ class DeviceOptions(SettingOptions):
         "allow GPUs that are already in use", default=False, group="devices and environment"
     )
     wait: float = flag(
-        "if GPUs are in use, wait in line for them: without limit, or for at most --wait=10m",
+        "wait in line for GPUs in use: without limit, or at most --wait=10m",
         default=0.0,
         parse=wait_time,
         metavar="DURATION",
@@ -95,7 +95,7 @@ class HostOptions(DeviceOptions, RunsOptions, JsonOptions):
         group="multiple hosts",
     )
     nodes: NodeCounts | None = flag(
-        "number of hosts without spares; with 2:4, the run continues on 2 if others are lost",
+        "number of hosts without spares; 2:4 continues on 2 if others fail",
         parse=parse_nodes,
         metavar="N",
         aliases=("--nnodes",),

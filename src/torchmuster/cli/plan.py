@@ -33,8 +33,6 @@ from torchmuster.units import plural
 
 SEQUENCE_LENGTH = "data.sequence_length"
 TRAINING = "training (all of these are also settings)"
-HARDWARE = "hardware"
-ACTIONS = "actions and output"
 WIDTH = 100
 
 
@@ -50,13 +48,13 @@ class PlanOptions(SettingOptions, JsonOptions):
     )
     build: str | None = flag(
         "your function that returns the model",
-        metavar="MODULE:FUNCTION",
+        metavar="MODULE:NAME",
         setting="model.build",
         group=TRAINING,
     )
     dataset: str | None = flag(
         "your dataset; a sample of it gives the input shapes",
-        metavar="MODULE:FUNCTION",
+        metavar="MODULE:NAME",
         setting="data.dataset",
         group=TRAINING,
     )
@@ -79,22 +77,15 @@ class PlanOptions(SettingOptions, JsonOptions):
         "8xH100, 2x8xA100-80GB, or: here (default: here, this machine)",
         default="here",
         metavar="WHAT",
-        group=HARDWARE,
     )
-    ranks: int | None = flag(
-        "number of ranks on this machine's CPU", parse=count, metavar="N", group=HARDWARE
-    )
-    verify: bool = flag("compare with a few real steps here", default=False, group=ACTIONS)
+    ranks: int | None = flag("number of ranks on this machine's CPU", parse=count, metavar="N")
+    verify: bool = flag("compare with a few real steps here", default=False)
     find_batch_size: bool = flag(
         "find the largest micro-batch size for the plan, with trial runs here",
         default=False,
-        group=ACTIONS,
     )
-    write: Path | None = flag(
-        "write settings for muster train", parse=Path, metavar="FILE", group=ACTIONS
-    )
-    details: bool = flag("show all candidates, parts and sources", default=False, group=ACTIONS)
-    no_cache: bool = flag("trace again, and cache nothing", default=False, group=ACTIONS)
+    write: Path | None = flag("write settings for muster train", parse=Path, metavar="FILE")
+    details: bool = flag("show all candidates, parts and sources", default=False)
 
 
 def is_here(options: PlanOptions) -> bool:
@@ -203,7 +194,6 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
         "muster plan --model ./llama-8b --sequence-length 8192 --hardware 16x8xH100",
         "muster plan --build my.models:make --dataset my.data:train --hardware 2xL4",
         "muster plan --config config.yaml --write plan.yaml        settings for muster train",
-        "muster plan --config config.yaml --verify                 compare with real steps",
     ],
 )
 def run(options: PlanOptions) -> int:
@@ -250,7 +240,7 @@ def _request(options: PlanOptions, resolved: Resolved) -> PlanRequest:
 
 
 def _tracer(options: PlanOptions) -> Tracer:
-    return Tracer(cache=None if options.no_cache else cache_folder(), say=output.say)
+    return Tracer(cache=cache_folder(), say=output.say)
 
 
 def _show_plan(answer: Answer, line: str, *, details: bool) -> None:

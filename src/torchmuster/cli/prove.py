@@ -68,7 +68,7 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
         metavar="N",
     )
     ranks: tuple[int, ...] = flag(
-        "numbers of ranks (default: 2); runs are stopped and resumed with 2 of them, or with the largest number",
+        "numbers of ranks to compare (default: 2)",
         default=(USUAL_RANKS,),
         parse=rank_counts,
         metavar="N,…",
@@ -80,19 +80,18 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
         metavar="NAME,…",
     )
     outputs: tuple[str, ...] = flag(
-        "a folder or file that the script writes; it starts empty in each run (default: folders in arguments such as "
-        "--output_dir)",
+        "what the script writes (default: what --output_dir names, …)",
         default=(),
         repeated=True,
         metavar="PATH",
     )
     batch_arg: str = flag(
-        "the script's argument for the batch per rank; needed to compare --ranks",
+        "the script's argument for the batch per rank, to compare --ranks",
         default="",
         metavar="NAME",
     )
     accumulation_arg: str = flag(
-        "the script's argument for gradient accumulation; compares half the batch with twice the accumulation",
+        "the script's argument for accumulation, compared with the batch",
         default="",
         metavar="NAME",
     )
@@ -126,7 +125,8 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
     more="""
     Runs an unmodified script several times for a few steps: twice from its start, stopped and
     resumed, and on other numbers of ranks. Names the first thing that differs.
-    Each run works in a copy of this folder. Writes elsewhere are refused: by the kernel (Landlock, Linux 5.19), else only those of Python.
+    Each run works in a copy of this folder. Writes elsewhere are refused: by the kernel (Landlock,
+    Linux 5.19), else only those of Python.
     """,
     examples=[
         "muster prove train.py                         two ranks, 20 steps, on the CPU or on GPUs",
