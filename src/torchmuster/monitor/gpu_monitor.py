@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from types import TracebackType
 
 from torchmuster.devices import snapshot
 from torchmuster.devices.as_json import device_numbers
@@ -131,12 +130,7 @@ class GPUMonitor:
     def __enter__(self) -> "GPUMonitor":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _draw(self, numbers: Mapping[str, float], step: int) -> None:

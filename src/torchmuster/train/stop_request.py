@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import psutil
@@ -233,12 +232,7 @@ class StopRequest:
             self._start("stop-signals", self._signals.read, self._signalled)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._signals is not None:
             self._signals.close()
             if isinstance(error, StoppedAtRequest):

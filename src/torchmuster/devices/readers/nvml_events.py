@@ -8,7 +8,6 @@ import dataclasses
 import threading
 from collections import Counter
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import pynvml
@@ -42,12 +41,7 @@ class XidErrors:
         self._listen()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over = True
         if not self._turn.acquire(timeout=_PATIENCE_S):
             return  # the driver does not answer: the rest is released when the process exits

@@ -6,7 +6,6 @@ import logging
 import math
 import signal
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from torchmuster.errors import ExitCode
@@ -83,12 +82,7 @@ class StopSignals:
             self._handle("SIGHUP", self.stop, "SIGHUP")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for timer in (self._reminder, self._limit):
             if timer is not None:
                 timer.cancel()

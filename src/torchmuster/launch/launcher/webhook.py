@@ -16,7 +16,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from torchmuster.errors import Impossible
@@ -62,12 +61,7 @@ class RunWebhook:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Post how the run ended; wait at most 8 s for what is not sent yet."""
         state = run_state.read_state(self._run)
         if state is None or state.active:
