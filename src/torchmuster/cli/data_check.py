@@ -14,8 +14,7 @@ from torchmuster.redaction import harmless
 
 _PROGRAM = "torchmuster.worker.prepare"
 _SURROUNDINGS = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
-_SHOWN_LINES = 24  # of a sample; a longer one is shown without its middle
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_SHOWN_LINES = 24  # of a sample
 
 
 def check_data(resolved: Resolved) -> dict[str, object] | None:
@@ -64,17 +63,11 @@ def show_data(report: dict[str, object]) -> None:
     if not sample:
         return
     output.say("muster: the first sample; lines with + count in the loss:")
-    colour = output.wants_colour(sys.stderr)
-    marked = sample_lines([(str(text), bool(counted)) for text, counted in sample])
-    half = _SHOWN_LINES // 2
-    skipped = len(marked) - _SHOWN_LINES
-    for number, (counted, text) in enumerate(marked):
-        if skipped > 0 and half <= number < len(marked) - half:
-            if number == half:
-                output.say(f"        … {skipped} more lines …")
-            continue
-        line = f"      {'+' if counted else ' '} {text}"
-        output.say(f"{_GREEN}{line}{_PLAIN}" if counted and colour else line)
+    shown = sample_lines([(str(text), bool(counted)) for text, counted in sample])
+    for counted, line in shown[:_SHOWN_LINES]:
+        output.say(f"      {'+' if counted else ' '} {line}")
+    if len(shown) > _SHOWN_LINES:
+        output.say(f"        … {len(shown) - _SHOWN_LINES} more lines")
 
 
 def sample_lines(sample: list[tuple[str, bool]]) -> list[tuple[bool, str]]:

@@ -21,7 +21,7 @@ def subjects(text: str) -> tuple[str, ...]:
     chosen = names(text)
     unknown = [name for name in chosen if name not in SUBJECTS]
     if unknown or not chosen:
-        raise ValueError(f"{text!r} is not a list of subjects; muster doctor --list shows them")
+        raise ValueError(f"{text!r} is not a list of subjects; muster doctor --all shows them")
     return chosen
 
 
@@ -32,13 +32,12 @@ class DoctorOptions(JsonOptions):
     deep: bool = flag("also run checks that take seconds", default=False)
     all: bool = flag("list every subject and note in full", default=False)
     only: tuple[str, ...] = flag(
-        "check only these subjects: torch,names (--list shows them)",
+        "check only these subjects: torch,names (--all shows them)",
         default=(),
         parse=subjects,
         metavar="SUBJECTS",
     )
     explain: str | None = flag("explain an error text instead (-: read from stdin)", metavar="TEXT")
-    list: bool = flag("list the checks without running them", default=False)
 
 
 @command(
@@ -56,7 +55,7 @@ def run(options: DoctorOptions) -> int:
     """Check this machine, or explain a text; return the exit code of the findings."""
     if options.explain is not None:
         return _explain(options.explain, as_json=options.json)
-    return _list(options.only) if options.list else _examine(options)
+    return _examine(options)
 
 
 def _explain(text: str, *, as_json: bool) -> ExitCode:
@@ -68,20 +67,6 @@ def _explain(text: str, *, as_json: bool) -> ExitCode:
     else:
         output.show_findings(findings, sys.stdout)
     return exit_code(findings)
-
-
-def _list(only: Sequence[str]) -> ExitCode:
-    from torchmuster.diagnose.check import Cost
-    from torchmuster.diagnose.host_checks import chosen_of
-    from torchmuster.diagnose.machine.all_checks import by_subject
-
-    for subject, checks in by_subject(only).items():
-        title = subject
-        for check in chosen_of(checks, sys.platform, Cost.SECONDS):
-            deep = "  (--deep)" if check.cost > Cost.INSTANT else ""
-            output.print_text(f"{title:<22}{check.asks}{deep}")
-            title = ""
-    return ExitCode.GOOD
 
 
 def _examine(options: DoctorOptions) -> ExitCode:

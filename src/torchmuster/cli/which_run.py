@@ -11,7 +11,6 @@ from torchmuster.cli import output
 from torchmuster.errors import Impossible, NoSuchRun
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, find_run, list_runs
-from torchmuster.units import plural
 
 # running: the running one, else the newest; training: the newest that trained; resume: of muster
 # train; newest: whatever it is.
@@ -71,13 +70,10 @@ def _last_trained(
         elif of_muster_train and not run.config.is_file():
             left_out[run.id] = "not started by muster train"
         elif _has_trained(run):
-            return run, f"the last training run{_without(left_out)}"
+            return run, "the last training run"
         elif of_muster_train and not _has_failed(run):
             # Stopped or killed before its first step line: it still is what the user started last.
-            return (
-                run,
-                f"the last training run, which has not logged a step yet{_without(left_out)}",
-            )
+            return run, "the last training run, which has not logged a step yet"
         else:
             left_out[run.id] = "it has logged no step and saved no checkpoint"
     raise NoSuchRun(
@@ -87,16 +83,6 @@ def _last_trained(
         why="; ".join(f"{name}: {reason}" for name, reason in [*left_out.items()][:_MOST_NAMED]),
         fix="start one: muster train --config config.yaml; to see all: muster runs",
     )
-
-
-def _without(left_out: dict[str, str]) -> str:
-    """Return which newer runs do not count."""
-    if not left_out:
-        return ""
-    if len(left_out) > 1:
-        return f"; {plural(len(left_out), 'newer run')} did not train"
-    ((name, reason),) = left_out.items()
-    return f"; {name} does not count: {reason}"
 
 
 def _last_change_unix_s(run: RunFolder) -> float:

@@ -98,15 +98,6 @@ def test_an_unknown_subject_is_wrong_usage(muster: Muster) -> None:
     assert "argument --only: 'gpu'" in done.err
 
 
-def test_what_is_looked_at(muster: Muster) -> None:
-    done = muster("doctor", "--list")
-    assert done.code == 0
-    subjects = {line.partition(" ")[0]: line for line in done.out.splitlines()}
-    assert set(SUBJECTS) <= subjects.keys()
-    assert subjects["torch-at-work"].endswith("(--deep)")
-    assert not subjects["torch"].endswith("(--deep)")
-
-
 def test_an_error_text_is_explained(muster: Muster) -> None:
     text = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
     typed = muster("doctor", "--explain", text)
