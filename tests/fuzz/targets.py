@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import io
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -144,7 +143,7 @@ def manifest(data: bytes) -> None:
 def tensor_head(data: bytes) -> None:
     from torchmuster.checkpoints.tensor_files import read_head
 
-    read_head(io.BytesIO(data), len(data))
+    read_head(lambda begin, end: data[begin:end], len(data))
 
 
 @contextlib.contextmanager

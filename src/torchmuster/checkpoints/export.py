@@ -5,13 +5,11 @@ memory at a time.
 """
 
 import hashlib
-import itertools
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from torchmuster.checkpoints.tensor_files import (
     ELEMENT_BYTES,
     StoredTensor,
     file_head,
-    read_head,
     read_tensors,
 )
 from torchmuster.errors import Impossible, MusterError
@@ -44,8 +41,7 @@ class Exported:
 
     files: tuple[str, ...]
     compared: int  # tensors that are equal to the checkpoint's, bit by bit
-    tensors: int  # in the files; a merged adapter becomes the whole model
-    size_bytes: int
+    size_bytes: int  # of the files
     beside: tuple[str, ...]
 
 
@@ -103,7 +99,6 @@ def export_weights(
             set_dtype(unfinished, _dtype_of(tensors.values()))
         finish(unfinished)
         _make_durable(unfinished)
-        exported = _exported(unfinished, compared=len(tensors))
         unfinished.rename(folder)
     except OSError as error:
         raise MusterError(
@@ -113,7 +108,14 @@ def export_weights(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return exported
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    written = [name for name in sizes if name.endswith(".safetensors")]
+    return Exported(
+        files=tuple(written),
+        compared=len(tensors),
+        size_bytes=sum(sizes[name] for name in written),
+        beside=tuple(name for name in sizes if ".safetensors" not in name),
+    )
 
 
 def files_of_weights(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:
@@ -144,29 +146,6 @@ def write_index(folder: Path, files: Mapping[str, list[str]], total_bytes: int) 
     }
     text = json.dumps(content, indent=2) + "\n"
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def contiguous_runs(
-    whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
-) -> tuple[int, Iterator[int]]:
-    """Return the layout of a part within its tensor: the length of its runs, and their offsets.
-
-    The runs are in the order of the part's own elements.
-    """
-    if math.prod(shape) == 0:
-        return 0, iter(())
-    # From this dimension on the part is as wide as the tensor, so its rows are contiguous.
-    full = len(whole)
-    while full > 0 and shape[full - 1] == whole[full - 1]:
-        full -= 1
-    first = max(full - 1, 0)
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    start = sum(begin * stride for begin, stride in zip(offset, strides, strict=True))
-    steps = [
-        range(0, extent * strides[dim], strides[dim]) for dim, extent in enumerate(shape[:first])
-    ]
-    starts = (start + sum(step) for step in itertools.product(*steps))
-    return math.prod(shape[first:]), starts
 
 
 def _weights(store: Store, manifest: Manifest) -> dict[str, StoredTensor]:
@@ -271,40 +250,14 @@ def _write_file(
 
 
 def _read_tensor(store: Store, checkpoint: str, tensor: StoredTensor) -> bytearray:
-    """Put the elements of a tensor together from the ranks' files."""
-    element_bytes = ELEMENT_BYTES[tensor.dtype]
-    content = bytearray(tensor.size_bytes)
-    for chunk in tensor.chunks:
-        length, starts = contiguous_runs(tensor.shape, chunk.offset, chunk.shape)
-        with store.open(checkpoint, chunk.file) as stream:
-            stream.seek(chunk.begin)
-            for start in starts:
-                run = stream.read(length * element_bytes)
-                if len(run) < length * element_bytes:
-                    raise ValueError(f"{chunk.file}: unexpected end of file")
-                begin = start * element_bytes
-                content[begin : begin + len(run)] = run
+    """Put the rows of a tensor together from the ranks' files."""
+    content = bytearray()
+    for part in tensor.parts:
+        rows = store.read(checkpoint, part.file, part.begin, part.begin + part.size_bytes)
+        if len(rows) < part.size_bytes:
+            raise ValueError(f"{part.file}: unexpected end of file")
+        content += rows
     return content
-
-
-def _exported(folder: Path, *, compared: int) -> Exported:
-    """Read the headers of the written files."""
-    files = sorted(folder.glob("*.safetensors"))
-    count, size_bytes = 0, 0
-    for file in files:
-        with file.open("rb") as stream:
-            entries = read_head(stream, file.stat().st_size)
-        count += len(entries)
-        for dtype, chunk in entries.values():
-            size_bytes += math.prod(chunk.shape) * ELEMENT_BYTES[dtype]
-    names = (path.name for path in folder.iterdir())
-    return Exported(
-        files=tuple(path.name for path in files),
-        compared=compared,
-        tensors=count,
-        size_bytes=size_bytes,
-        beside=tuple(sorted(name for name in names if ".safetensors" not in name)),
-    )
 
 
 def _make_durable(folder: Path) -> None:

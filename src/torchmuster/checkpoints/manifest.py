@@ -24,6 +24,7 @@ from torchmuster.redaction import harmless
 
 FORMAT = 1
 _MOST_BYTES = 2**30  # the random states of a rank take about 15 kB
+_PIECE_BYTES = 4 * 2**20  # read at once; from object storage, each is a request
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Ranks = Annotated[int, Meta(ge=1, le=10**6)]
@@ -131,10 +132,12 @@ def new_name(step: int) -> str:
     return f"step-{step:08d}-{os.urandom(2).hex()}"
 
 
-def sha256_of(store: Store, name: str, file: str) -> str:
-    """Return the hash of a stored file."""
-    with store.open(name, file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+def sha256_of(store: Store, name: str, file: str, size_bytes: int) -> str:
+    """Return the hash of a stored file of this size."""
+    digest = hashlib.sha256()
+    for begin in range(0, size_bytes, _PIECE_BYTES):
+        digest.update(store.read(name, file, begin, min(begin + _PIECE_BYTES, size_bytes)))
+    return digest.hexdigest()
 
 
 def commit_checkpoint(store: Store, manifest: Manifest) -> Manifest:
@@ -165,13 +168,13 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     Raises :class:`UnreadableManifest` or :class:`ForeignVersion`, and OSError or MusterError if the
     store fails.
     """
-    try:
-        with store.open(name, MARKER) as stream:
-            text = stream.read(min(store.sizes(name).get(MARKER) or 0, _MOST_BYTES) + 1)
-    except FileNotFoundError:
+    sizes = store.sizes(name)
+    if MARKER not in sizes:
         return None
-    if len(text) > _MOST_BYTES:
+    size_bytes = sizes[MARKER] or 0
+    if size_bytes > _MOST_BYTES:
         raise UnreadableManifest(f"{MARKER} is larger than {_MOST_BYTES} bytes")
+    text = store.read(name, MARKER, 0, size_bytes)
     manifest = Manifest.from_json(text)
     if manifest.name != name:
         raise UnreadableManifest(f"it is the manifest of {manifest.name}")

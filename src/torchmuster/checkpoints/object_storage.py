@@ -6,11 +6,9 @@ and ``~/.aws``.
 """
 
 import contextlib
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -18,8 +16,6 @@ from fsspec.core import url_to_fs
 from torchmuster.checkpoints.store import MARKER, checked_file, checked_name, in_order
 from torchmuster.errors import MusterError
 from torchmuster.redaction import redact_text
-
-_READ_AHEAD_BYTES = 4 * 2**20
 
 
 class ObjectStore:
@@ -59,14 +55,18 @@ class ObjectStore:
                 files = {}
         return {path.removeprefix(prefix): int(info["size"] or 0) for path, info in files.items()}
 
-    def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
+    def read(self, name: str, file: str, begin: int, end: int) -> bytes:
+        """Return a range of a file's bytes; FileNotFoundError if it does not exist."""
         path = self._path(name, file)
+        if begin == end:
+            return b""  # HTTP has no empty ranges
         with self._errors():
-            stream = self._storage.open(
-                path, "rb", block_size=_READ_AHEAD_BYTES, cache_type="readahead"
-            )
-        return cast(BinaryIO, _Reader(stream, self))
+            return bytes(self._storage.cat_file(path, start=begin, end=end))
+
+    def download(self, name: str, file: str, target: Path) -> None:
+        """Copy a file to a local path."""
+        with self._errors():
+            self._storage.get_file(self._path(name, file), str(target))
 
     def write(self, name: str, file: str, content: bytes) -> None:
         """Upload a small file in one request."""
@@ -108,33 +108,3 @@ class ObjectStore:
                 why=redact_text(f"{type(error).__name__}: {error}"),
                 fix="check the address, the credentials, and that the service is up (S3: AWS_ENDPOINT_URL)",
             ) from error
-
-
-class _Reader(io.RawIOBase):
-    """An fsspec file whose errors are converted to the store's."""
-
-    def __init__(self, inner: Any, store: ObjectStore) -> None:
-        self._inner = inner
-        self._store = store
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with self._store._errors():
-            piece = self._inner.read(len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._inner.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._inner.tell())
-
-    def close(self) -> None:
-        self._inner.close()
-        super().close()

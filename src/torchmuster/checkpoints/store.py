@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
@@ -134,14 +134,16 @@ class FolderStore:
                         sizes[entry.name] = entry.stat().st_size
         return sizes
 
-    def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file to read and seek in; FileNotFoundError if it does not exist."""
+    def read(self, name: str, file: str, begin: int, end: int) -> bytes:
+        """Return a range of a file's bytes; FileNotFoundError if it does not exist."""
         path = self._path(name, file)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        return os.fdopen(handle, "rb")
+        with os.fdopen(handle, "rb") as stream:
+            stream.seek(begin)
+            return stream.read(end - begin)
 
     def write(self, name: str, file: str, content: bytes) -> None:
         """Write a small file: complete and durable on return, or absent after an error."""

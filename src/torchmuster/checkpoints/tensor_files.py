@@ -6,8 +6,9 @@ A file is 8 bytes for the length of the header, the header as JSON, then the ten
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import Annotated, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -40,21 +41,14 @@ class _Saved(msgspec.Struct, frozen=True):
     saved_offsets: _Shape
 
 
-class Chunk(NamedTuple):
-    """A part of a tensor: its offset within the tensor, its shape, and where its bytes begin."""
+class Rows(NamedTuple):
+    """Rows of a tensor in a file: the first of them, their shape, and where their bytes begin."""
 
     file: str
     begin: int
-    offset: tuple[int, ...]
+    first: int
+    dtype: str  # its safetensors name, such as F32, BF16 or I64
     shape: tuple[int, ...]
-
-
-class StoredTensor(NamedTuple):
-    """A tensor; ``dtype`` is its safetensors name, such as F32, BF16 or I64."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -62,55 +56,78 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
+class StoredTensor(NamedTuple):
+    """A tensor, and the rows that each file has, in their order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Rows, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its elements."""
+        return sum(part.size_bytes for part in self.parts)
+
+
 def read_tensors(store: Store, name: str, files: Iterable[str]) -> dict[str, StoredTensor]:
     """Return all tensors in the files of a checkpoint; ValueError if a file is no part of one."""
-    tensors: dict[str, StoredTensor] = {}
+    parts: dict[str, list[Rows]] = {}
     sizes = store.sizes(name)
     for file in files:
-        with store.open(name, file) as stream:
-            try:
-                entries = read_head(stream, sizes.get(file) or 0, file)
-            except ValueError as error:
-                raise ValueError(f"{file}: {error}") from None
-        for key, (dtype, chunk) in entries.items():
-            known = tensors.get(key, StoredTensor(dtype, (0,) * len(chunk.shape), ()))
-            if (known.dtype, len(known.shape)) != (dtype, len(chunk.shape)):
-                raise ValueError(f"{file}: {harmless(key)[:200]} differs from that in another file")
-            ends = map(sum, zip(chunk.offset, chunk.shape, strict=True))
-            shape = tuple(map(max, known.shape, ends))
-            tensors[key] = StoredTensor(dtype, shape, (*known.chunks, chunk))
-    for key, tensor in tensors.items():
-        covered = sum(math.prod(chunk.shape) for chunk in tensor.chunks)
-        if covered != math.prod(tensor.shape):
-            raise ValueError(f"{harmless(key)[:200]} is incomplete")
-    return tensors
+        try:
+            head = read_head(partial(store.read, name, file), sizes.get(file) or 0, file)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        for key, rows in head.items():
+            parts.setdefault(key, []).append(rows)
+    return {key: _joined(key, of_tensor) for key, of_tensor in parts.items()}
 
 
-def read_head(stream: BinaryIO, size_bytes: int, file: str = "") -> dict[str, tuple[str, Chunk]]:
-    """Return dtype and place of each tensor of a file; ValueError if it is invalid or too short."""
-    length = int.from_bytes(stream.read(8), "little")
+def _joined(key: str, parts: Iterable[Rows]) -> StoredTensor:
+    """Return the tensor that has these rows; ValueError if some are missing, or twice there."""
+    in_order = sorted(parts, key=lambda part: (part.first, part.shape))
+    dtype, shape = in_order[0].dtype, in_order[0].shape
+    count = 0
+    for part in in_order:
+        if (part.dtype, part.shape[1:], part.first) != (dtype, shape[1:], count):
+            raise ValueError(
+                f"{harmless(key)[:200]} is incomplete, or its files do not have rows of it"
+            )
+        count += math.prod(part.shape[:1])
+    whole = (count, *shape[1:]) if shape else ()
+    return StoredTensor(dtype, whole, tuple(in_order))
+
+
+def read_head(
+    read: Callable[[int, int], bytes], size_bytes: int, file: str = ""
+) -> dict[str, Rows]:
+    """Return what a file has of each tensor; ValueError if it is invalid or too short.
+
+    ``read`` returns the file's bytes from one offset to another.
+    """
+    length = int.from_bytes(read(0, 8), "little")
     if not 2 <= length <= min(_MOST_HEAD_BYTES, size_bytes - 8):
         raise ValueError("it is not a safetensors file")
-    content = decode_strictly(stream.read(length), dict[str, msgspec.Raw])
+    content = decode_strictly(read(8, 8 + length), dict[str, msgspec.Raw])
     metadata = content.pop("__metadata__", msgspec.Raw(b"{}"))
     noted = decode_strictly(metadata, dict[str, str]).get(_OFFSETS, "{}")
     offsets = decode_strictly(noted.encode(), dict[str, _Saved])
-    entries = {}
+    head = {}
     for key, text in content.items():
         entry = decode_strictly(text, _Entry)
         shown = harmless(key)[:200]
-        begin, end = (8 + length + place for place in entry.data_offsets)
-        offset = (0,) * len(entry.shape)
-        if key in offsets:
-            offset = offsets[key].saved_offsets
-        if entry.dtype not in ELEMENT_BYTES or len(offset) != len(entry.shape):
-            raise ValueError(f"{shown} has an unknown dtype or place")
+        begin, end = (8 + length + offset for offset in entry.data_offsets)
+        first, *columns = (0,)
+        if key in offsets and entry.shape:
+            first, *columns = offsets[key].saved_offsets
+        if entry.dtype not in ELEMENT_BYTES or any(columns):
+            raise ValueError(f"{shown} has an unknown dtype, or is no row of its tensor")
         if not begin <= end <= size_bytes:
             raise ValueError(f"{shown} is outside of the file")
-        if math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype] != end - begin:
+        head[key] = Rows(file, begin, first, entry.dtype, entry.shape)
+        if head[key].size_bytes != end - begin:
             raise ValueError(f"{shown} has a shape that does not match its size")
-        entries[key] = entry.dtype, Chunk(file, begin, offset, entry.shape)
-    return entries
+    return head
 
 
 def file_head(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:

@@ -86,7 +86,7 @@ def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[F
 def verify_file(store: Store, name: str, file: str, record: FileRecord) -> list[Finding]:
     """Read a file and compare its hash; [] if it is intact."""
     try:
-        sha256 = sha256_of(store, name, file)
+        sha256 = sha256_of(store, name, file, record.size_bytes)
     except OSError as error:
         return [damage(store, name, file, "unreadable", error.strerror or str(error))]
     if sha256 == record.sha256:

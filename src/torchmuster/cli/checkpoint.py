@@ -325,9 +325,8 @@ def export(options: ExportOptions) -> int:
         on_bytes=_progress("written and compared", manifest),
     )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
-    tensors = plural(done.tensors, "tensor")
     size = format_bytes(done.size_bytes)
-    output.print_text(f"{options.to}: {files}, {tensors}, {size}, from {manifest.name}")
+    output.print_text(f"{options.to}: {files}, {size}, from {manifest.name}")
     if done.beside:
         output.print_text(f"also written: {', '.join(done.beside)}")
     equal = f"{plural(done.compared, 'tensor')} equal to those of checkpoint {manifest.name}"

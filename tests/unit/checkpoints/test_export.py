@@ -1,19 +1,15 @@
 """Weights as a folder for others: every element in its place, little memory, nothing half done."""
 
-import io
 import json
-import math
 import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_checkpoints import A_WEIGHT, Part, Whole, boxes, cut_out, save, write_parts
-from torchmuster.checkpoints.export import Exported, contiguous_runs, export_weights
+from made_up_checkpoints import A_WEIGHT, Part, Whole, save, write_parts
+from torchmuster.checkpoints.export import Exported, export_weights
 from torchmuster.checkpoints.manifest import commit_checkpoint
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.tensor_files import ELEMENT_BYTES, read_head
@@ -22,53 +18,11 @@ from torchmuster.errors import Impossible, MusterError
 MiB = 2**20
 
 
-@st.composite
-def cut_tensors(draw: st.DrawFn) -> Whole:
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
-    dtype = draw(st.sampled_from(["U8", "BF16", "F32", "I64"]))
-    size = math.prod(shape) * ELEMENT_BYTES[dtype]
-    cuts = tuple(
-        tuple(sorted(draw(st.sets(st.integers(1, extent - 1), max_size=2)))) if extent > 1 else ()
-        for extent in shape
-    )
-    content = draw(st.binary(min_size=size, max_size=size))
-    return Whole(dtype=dtype, shape=shape, content=content, cuts=cuts)
-
-
-@given(cut_tensors())
-@settings(max_examples=150)
-def test_the_pieces_of_a_tensor_make_the_whole_again(whole: Whole) -> None:
-    size = ELEMENT_BYTES[whole.dtype]
-    again = bytearray(len(whole.content))
-    for offset, shape in boxes(whole):
-        piece = io.BytesIO(cut_out(whole, offset, shape))
-        length, starts = contiguous_runs(whole.shape, offset, shape)
-        for start in starts:
-            run = piece.read(length * size)
-            assert len(run) == length * size
-            again[start * size : start * size + len(run)] = run
-        assert piece.read() == b""
-    assert bytes(again) == whole.content
-
-
-def test_rows_that_follow_each_other_are_one_run() -> None:
-    assert _runs((8, 4), (2, 0), (3, 4)) == (12, [8])
-    assert _runs((8, 4), (2, 1), (2, 3)) == (3, [9, 13])
-    assert _runs((2, 3, 4), (0, 1, 0), (2, 2, 4)) == (8, [4, 16])
-    assert _runs((), (), ()) == (1, [0])
-    assert _runs((8, 4), (0, 0), (8, 4)) == (32, [0])
-
-
-def _runs(*box: tuple[int, ...]) -> tuple[int, list[int]]:
-    length, starts = contiguous_runs(*box)
-    return length, list(starts)
-
-
 TENSORS = {
     "model.flags": Whole(dtype="BOOL", shape=(3,), content=b"\1\0\1"),
     "model.layers.0.weight": A_WEIGHT,
     "model.layers.1.weight": Whole(
-        dtype="BF16", shape=(3, 4), content=bytes(range(24)), cuts=((1,), (1, 3))
+        dtype="BF16", shape=(3, 4), content=bytes(range(24)), cuts=((1,), ())
     ),
     "model.count": Whole(dtype="I64", shape=(), content=b"\7" + bytes(7)),
     "model.empty": Whole(dtype="F32", shape=(0, 4), content=b""),
@@ -79,10 +33,11 @@ TENSORS = {
 def _read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     content = path.read_bytes()
     tensors = {}
-    for name, (dtype, chunk) in read_head(io.BytesIO(content), len(content)).items():
-        assert chunk.begin % ELEMENT_BYTES[dtype] == 0  # torch does not read it elsewhere
-        end = chunk.begin + math.prod(chunk.shape) * ELEMENT_BYTES[dtype]
-        tensors[name] = dtype, chunk.shape, content[chunk.begin : end]
+    head = read_head(lambda begin, end: content[begin:end], len(content))
+    for name, rows in head.items():
+        assert rows.begin % ELEMENT_BYTES[rows.dtype] == 0  # torch does not read it elsewhere
+        of_tensor = content[rows.begin : rows.begin + rows.size_bytes]
+        tensors[name] = rows.dtype, rows.shape, of_tensor
     return tensors
 
 
@@ -98,8 +53,7 @@ def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
     assert done == Exported(
         files=("model.safetensors",),
         compared=5,
-        tensors=5,
-        size_bytes=67,
+        size_bytes=(tmp_path / "a" / "out" / "model.safetensors").stat().st_size,
         beside=("additional_chat_templates", "config.json", "tokenizer.json"),
     )
     assert _read(tmp_path / "a" / "out" / "model.safetensors") == {
@@ -140,8 +94,7 @@ def test_of_lora_the_adapter_alone_under_the_names_of_peft(tmp_path: Path) -> No
     assert done == Exported(
         files=("adapter_model.safetensors",),
         compared=3,
-        tensors=3,
-        size_bytes=3 * len(A_WEIGHT.content),
+        size_bytes=(tmp_path / "out" / "adapter_model.safetensors").stat().st_size,
         beside=("adapter_config.json",),
     )
     assert set(_read(tmp_path / "out" / "adapter_model.safetensors")) == {
@@ -164,7 +117,7 @@ def test_lora_without_its_config_is_refused(tmp_path: Path, snapshot: SnapshotAs
         assert not (tmp_path / "out").exists()
     done = export_weights(store, saved, tmp_path / "out", as_it_is=True)  # a model of the user's
     assert done.files == ("model.safetensors",)
-    assert done.tensors == len(LORA)
+    assert done.compared == len(LORA)
 
 
 def test_an_adapter_config_without_lora_is_refused(tmp_path: Path) -> None:
@@ -175,6 +128,15 @@ def test_an_adapter_config_without_lora_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MusterError, match="the run trained a LoRA"):
         export_weights(store, saved, tmp_path / "out", beside=tmp_path / "model")
     assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_are_not_divided_into_rows_are_refused(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "c")
+    columns = Whole(dtype="F32", shape=(4, 2), content=bytes(range(32)), cuts=((), (1,)))
+    saved = save(store, 5, {"model.weight": columns})
+    with pytest.raises(MusterError, match="weight has an unknown dtype, or is no row"):
+        export_weights(store, saved, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_an_export_that_is_found_wrong_leaves_nothing(tmp_path: Path) -> None:
@@ -263,7 +225,7 @@ def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert done.size_bytes == 40 * MiB
+    assert done.size_bytes > 40 * MiB
     assert peak_bytes < 25 * MiB
     tensors = _read(tmp_path / "out" / "model.safetensors")
     assert tensors["layer4"][2] == b"A" * 8 * MiB

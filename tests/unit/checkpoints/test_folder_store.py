@@ -22,8 +22,8 @@ def test_a_file_is_written_and_read(tmp_path: Path) -> None:
     assert store.sizes(NAME) == {}
     store.write(NAME, "a.json", b"12345")
     assert store.sizes(NAME) == {"a.json": 5}
-    with store.open(NAME, "a.json") as stream:
-        assert stream.read() == b"12345"
+    assert store.read(NAME, "a.json", 0, 5) == b"12345"
+    assert store.read(NAME, "a.json", 1, 3) == b"23"
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_names_are_in_the_order_of_steps_and_only_of_checkpoints(tmp_path: Path)
 @pytest.mark.parametrize("name", ["..", "../x", "final", "/etc", "", "step-00000001-aaaa/.."])
 def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
     store = FolderStore(tmp_path)
-    for use in (store.sizes, store.delete, lambda one: store.open(one, "a")):
+    for use in (store.sizes, store.delete, lambda one: store.read(one, "a", 0, 1)):
         with pytest.raises(Impossible, match=re.escape(repr(name))):
             use(name)
 
@@ -78,7 +78,7 @@ def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
 def test_a_file_cannot_lie_elsewhere(tmp_path: Path, file: str) -> None:
     store = FolderStore(tmp_path)
     with pytest.raises(Impossible, match=re.escape(repr(file))):
-        store.open(NAME, file)
+        store.read(NAME, file, 0, 1)
     with pytest.raises(Impossible):
         store.write(NAME, file, b"")
     assert list(tmp_path.iterdir()) == []
@@ -90,9 +90,9 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path: Path)
     os.mkfifo(tmp_path / NAME / MARKER)  # a reader would wait for a writer
     for file in (MARKER, "a.json"):
         with pytest.raises(OSError, match=r"regular file"):
-            store.open(NAME, file)
+            store.read(NAME, file, 0, 1)
     with pytest.raises(FileNotFoundError):
-        store.open(NAME, "b.json")
+        store.read(NAME, "b.json", 0, 1)
     assert newest_good(store) is None
 
 

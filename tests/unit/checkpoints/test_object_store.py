@@ -52,7 +52,7 @@ def test_the_marker_goes_first(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names_cannot_lead_elsewhere(store: Store) -> None:
     with pytest.raises(Impossible, match=r"\.\./secret"):
-        store.open("step-00000010-00aa", "../secret")
+        store.read("step-00000010-00aa", "../secret", 0, 1)
     with pytest.raises(Impossible, match=r"'\.\.'"):
         store.delete("..")
 
@@ -65,7 +65,7 @@ def test_a_service_that_fails_is_not_a_damaged_checkpoint(
     def gone(self: Any, *words: Any, **options: Any) -> None:
         raise ConnectionError("refused, token=hf_abcdefghijklmnopqrst")
 
-    monkeypatch.setattr(MemoryFileSystem, "_open", gone)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", gone)
     for use in (lambda: verify_checkpoint(store, name), lambda: keep_newest(store, 1)):
         with pytest.raises(MusterError) as told:
             use()

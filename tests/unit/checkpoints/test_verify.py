@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import pytest
@@ -146,10 +145,10 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
     size = path.stat().st_size
 
     class BadBlock(FolderStore):
-        def open(self, name: str, file: str) -> BinaryIO:
+        def read(self, name: str, file: str, begin: int, end: int) -> bytes:
             if file == SHARD.format(1):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().open(name, file)
+            return super().read(name, file, begin, end)
 
     (finding,) = verify_checkpoint(BadBlock(tmp_path), name)
     assert finding.name == "checkpoint-unreadable"

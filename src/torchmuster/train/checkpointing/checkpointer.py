@@ -361,13 +361,11 @@ class Checkpointer:
         """Read back and hash what this rank has written, and upload it to object storage."""
         folder = self._local.folder(name)
         paths = sorted(folder.glob(f"shard-{self._ranks.rank + 1:05d}-*"))
-        records = {
-            path.name: FileRecord(
-                size_bytes=path.stat().st_size,
-                sha256=sha256_of(self._local.store, name, path.name),
-            )
-            for path in paths
-        }
+        records = {}
+        for path in paths:
+            size_bytes = path.stat().st_size
+            sha256 = sha256_of(self._local.store, name, path.name, size_bytes)
+            records[path.name] = FileRecord(size_bytes=size_bytes, sha256=sha256)
         self._local.upload(name, paths)
         return records
 

@@ -42,14 +42,9 @@ class LocalCopy:
 
     def download(self, name: str, file: str) -> None:
         """Get a file from object storage."""
-        if self._remote is None:
-            return
-        self.folder(name).mkdir(exist_ok=True)
-        with (
-            self._remote.open(name, file) as source,
-            (self.folder(name) / file).open("wb") as target,
-        ):
-            shutil.copyfileobj(source, target, 4 * 2**20)
+        if self._remote is not None:
+            self.folder(name).mkdir(exist_ok=True)
+            self._remote.download(name, file, self.folder(name) / file)
 
     def upload(self, name: str, paths: Sequence[Path]) -> None:
         """Copy this rank's files to object storage."""
