@@ -46,7 +46,6 @@ def measure(name: str, recorded: bool) -> None:
 
         folder = tempfile.mkdtemp(prefix="muster-")
         request = TrialRequest(
-            name="overhead",
             command=("x",),
             module=False,
             with_run_folder=False,

@@ -22,7 +22,7 @@ from torchmuster.launch.probes import process_group
 from torchmuster.plan.probes import real_steps
 from torchmuster.profile.probes import recorder, trace
 from torchmuster.prove.probes import fingerprints
-from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, text_hash
+from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, tensors_hash
 from torchmuster.units import GiB
 
 pytestmark = pytest.mark.engine
@@ -258,7 +258,7 @@ def test_the_random_state_of_a_gpu_in_use_is_part_of_a_fingerprint(
     assert "cuda" not in random_states()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
-    assert random_states()["cuda"] == text_hash(tensor_hash(state))
+    assert random_states()["cuda"] == tensors_hash([state])
 
 
 def test_a_large_tensor_is_hashed_on_its_gpu(

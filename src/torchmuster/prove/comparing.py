@@ -1,9 +1,9 @@
 """Compare two runs from the start, or a resumed run with an undisturbed one. Pure functions of records."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from torchmuster.prove.records import EventRecord, MicroBatch, RankRecord, StepRecord, TrialRecord
 
@@ -16,6 +16,7 @@ Property = Literal["determinism", "resume", "ranks"]
 ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 GROWTH = 10.0  # of the rounding in later steps, whose weights differ already
 _NEVER_ROUNDED = ("accumulation", "data-order", "loss-scale", "learning-rate")
+_TORN = ("resume-failed", "ended-early", "weights")  # after a kill in a save
 _RESULTS = ("computation", "rng")  # the same weights, data and state give another result
 _LONGEST_ERROR = 120
 
@@ -34,11 +35,35 @@ class Difference:
     keys: tuple[str, ...] = ()  # of the checkpoint
 
 
-class Change(NamedTuple):
-    """What differs in a step: the kind of a difference, and its text."""
+Change = tuple[str, str]  # the kind of a difference, and its text
 
-    kind: str
-    what: str
+
+def _difference(
+    tested: Property,
+    step: int,
+    changes: Sequence[Change],
+    rank: RankRecord | None = None,
+    save: EventRecord | None = None,
+) -> Difference:
+    """Return the first change of a step, with the line of the script that is responsible."""
+    kind, what = changes[0]
+    line = ""
+    keys: tuple[str, ...] = ()
+    if save is not None:
+        line, keys = save.line, tuple(save.keys)
+    if kind == "data-order" and rank is not None:
+        line = rank.loader_line
+    later = dict.fromkeys(other for other, _ in changes if other != kind)
+    return Difference(
+        property=tested,
+        kind=kind,
+        step=step,
+        what=what,
+        rank=None if rank is None else rank.rank,
+        also=tuple(later),
+        line=line,
+        keys=keys,
+    )
 
 
 # ---- two runs from the start
@@ -47,67 +72,54 @@ class Change(NamedTuple):
 def compare_repeated(first: TrialRecord, second: TrialRecord) -> Difference | None:
     """Return where two runs of the same script differ first."""
     drawn = _generators_drawn_from(first, second)
-    for index in range(min(first.steps, second.steps)):
+    steps = min(first.steps, second.steps)
+    for index in range(steps):
         for rank, repeated in zip(first.ranks, second.ranks, strict=True):
             before, after = rank.steps[index], repeated.steps[index]
-            changes = list(_changes(before, after, drawn))
-            step = index + 1
-            if index == 0 and before.weights_before != after.weights_before:
-                step = 0
-                what = "the weights before the first step differ"
-                changes.insert(0, Change("weights", what))
+            changes = _changes(before, after, drawn)
+            if before.weights_before != after.weights_before:
+                changes.insert(0, ("weights", "the weights before the first step differ"))
+                return _difference("determinism", 0, changes, rank)
             if changes:
-                line = ""
-                if changes[0].kind == "data-order":
-                    line = rank.line_of("loader")
-                return Difference(
-                    property="determinism",
-                    kind=changes[0].kind,
-                    step=step,
-                    rank=rank.rank,
-                    what=changes[0].what,
-                    also=tuple(change.kind for change in changes[1:]),
-                    line=line,
-                )
+                return _difference("determinism", index + 1, changes, rank)
     if first.steps != second.steps:
-        return Difference(
-            property="determinism",
-            kind="steps",
-            step=min(first.steps, second.steps),
-            what=f"one run made {first.steps} steps, the other one {second.steps}",
-        )
+        what = f"one run made {first.steps} steps, the other one {second.steps}"
+        return _difference("determinism", steps, [("steps", what)])
     return None
 
 
-def _changes(before: StepRecord, after: StepRecord, drawn: set[str]) -> Iterator[Change]:
-    """Yield what differs between the same step of two runs, causes before effects."""
-    if before.buffers != after.buffers:
-        yield Change("buffers", "the buffers of the model differ")
+def _changes(before: StepRecord, after: StepRecord, drawn: set[str]) -> list[Change]:
+    """Return what differs between the same step of two runs, causes before effects."""
     expected, batches = before.micro_batches, after.micro_batches
+    losses = [batch.loss for batch in expected]
+    names = [name for name in sorted(drawn) if before.rng.get(name) != after.rng.get(name)]
+    changes: list[Change] = []
+    if before.buffers != after.buffers:
+        changes.append(("buffers", "the buffers of the model differ"))
     if len(expected) != len(batches):
         what = f"the step has {len(batches)} micro-batches instead of {len(expected)}"
-        yield Change("accumulation", what)
+        changes.append(("accumulation", what))
     elif [batch.inputs for batch in expected] != [batch.inputs for batch in batches]:
-        yield Change("data-order", "the model gets other samples")
+        changes.append(("data-order", "the model gets other samples"))
     if before.scale != after.scale:
         what = f"the loss scale is {after.scale} instead of {before.scale}"
-        yield Change("loss-scale", what)
-    losses = [batch.loss for batch in expected]
+        changes.append(("loss-scale", what))
     if losses != [batch.loss for batch in batches] or before.gradients != after.gradients:
-        names = [name for name in sorted(drawn) if before.rng.get(name) != after.rng.get(name)]
         if names:
             what = f"the random state of {', '.join(names)} differs, and so does the result"
-            yield Change("rng", what)
+            changes.append(("rng", what))
         else:
-            yield Change("computation", "the same weights and samples give another result")
+            what = "the same weights and samples give another result"
+            changes.append(("computation", what))
     if before.learning_rates != after.learning_rates:
-        yield Change("learning-rate", _rates_text(before, after))
+        what = f"the learning rate is {_rates(after)} instead of {_rates(before)}"
+        changes.append(("learning-rate", what))
     if before.settings != after.settings:
-        yield Change("optimizer-state", "settings of the optimizer differ")
-    if before.state != after.state:
-        yield Change("optimizer-state", _state_text(before.state, after.state))
+        changes.append(("optimizer-state", "settings of the optimizer differ"))
+    changes += _state_changes(before.state, after.state)
     if before.weights != after.weights:
-        yield Change("weights", "the weights after the step differ")
+        changes.append(("weights", "the weights after the step differ"))
+    return changes
 
 
 def _generators_drawn_from(*trials: TrialRecord) -> set[str]:
@@ -121,19 +133,19 @@ def _generators_drawn_from(*trials: TrialRecord) -> set[str]:
     return names
 
 
-def _rates_text(before: StepRecord, after: StepRecord) -> str:
-    for expected, rate in zip(before.learning_rates, after.learning_rates, strict=False):
-        if rate != expected:
-            return f"the learning rate is {rate:.6g} instead of {expected:.6g}"
-    return "the optimizer has another number of parameter groups"
+def _rates(step: StepRecord) -> str:
+    return ", ".join(f"{rate:.6g}" for rate in step.learning_rates)
 
 
-def _state_text(expected: dict[str, str], state: dict[str, str]) -> str:
+def _state_changes(expected: dict[str, str], state: dict[str, str]) -> list[Change]:
+    if expected == state:
+        return []
     missing = [name for name in expected if name not in state]
+    different = [name for name in expected if expected[name] != state.get(name)]
+    what = f"the optimizer state differs: {', '.join(different or state)}"
     if missing:
-        return f"the optimizer state differs: {', '.join(missing)} missing"
-    different = [name for name in expected if expected[name] != state[name]]
-    return f"the optimizer state differs: {', '.join(different or state)}"
+        what = f"the optimizer state differs: {', '.join(missing)} missing"
+    return [("optimizer-state", what)]
 
 
 # ---- a resumed run
@@ -154,98 +166,81 @@ def compare_resumed(baseline: TrialRecord, trial: "ResumeTrial", *, exact: bool 
     digits, which is not a difference. Without ``exact``, the script does not even repeat itself bitwise: only data, learning rates and scale are compared.
     """
     resumed, expected = trial.resumed, trial.newest_step
-    after = f"after a stop at step {trial.stop.after_step} ({trial.stop.how})"
+    after = f"after a stop at step {trial.stop.after_step} ({trial.stop.name})"
     saves = [save for save in trial.stopped.saves if save.step == expected]
-
-    def differs(kind: str, step: int, what: str, change: FirstChange | None = None) -> Resumed:
-        return Resumed(difference=_of_resume(baseline, saves, kind, step, what, change))
-
-    def torn_or(kind: str) -> str:
-        if trial.stop.how == "in-save":
-            return "torn-checkpoint"
-        return kind
-
-    if not resumed.steps and resumed.trouble:
-        what = f"{after}, the script does not resume: {_first_line(resumed.trouble)}"
-        return differs(torn_or("resume-failed"), expected, what)
-    if not resumed.steps:
-        what = f"{after}, the script made no more steps, and exited without an error"
-        return differs(torn_or("ended-early"), expected, what)
-    start = resumed_from(baseline, resumed, expected)
-    if start is None and not exact:
-        start = expected
-    if start is None:
-        what = f"{after}, the weights are not those of any step of the undisturbed run"
-        return differs(torn_or("weights"), expected, what)
-    if start == 0 and expected > 0 and _loaded_the_rest(baseline, resumed, expected):
-        what = f"{after}, the weights are those of the start, but the rest of the checkpoint was loaded"
-        return differs("weights", expected, what)
-    if start == 0 and expected > 0:
-        what = f"{after}, the script started from zero instead of step {expected}"
-        return differs("started-from-zero", 1, what)
-    if start < expected:
-        what = f"{after}, the script resumed from step {start}; its newest checkpoint is of step {expected}"
-        return differs("older-checkpoint", start, what)
-    change, rounding = _first_change(baseline, resumed, start, exact=exact)
-    if change is not None:
-        first = change.changes[0]
-        what = first.what
-        if first.kind == "data-order":
-            what = data_order(baseline.ranks[change.rank], resumed.ranks[change.rank], start)
-        what = f"resumed from step {start}, step {change.step}: {what}"
-        return differs(first.kind, change.step, what, change)
+    save = next(reversed(saves), None)
+    start = expected
+    if resumed.steps:
+        continued = resumed_from(baseline, resumed, expected)
+        if continued is not None:
+            start = continued
+    problem = _start_problem(baseline, resumed, expected, exact=exact)
+    if problem is not None:
+        kind, what = problem
+        if trial.stop.name == "save-killed" and kind in _TORN:
+            kind = "torn-checkpoint"
+        change = (kind, f"{after}, {what}")
+        return Resumed(difference=_difference("resume", max(start, 1), [change], save=save))
+    rounding = 0.0
+    tolerance = ROUNDING.get(baseline.dtype, ROUNDING["float32"])
+    drawn = _generators_drawn_from(baseline, resumed)
+    for number in range(min(resumed.steps, baseline.steps - start)):
+        for rank, continued_rank in zip(baseline.ranks, resumed.ranks, strict=True):
+            before, step = rank.steps[start + number], continued_rank.steps[number]
+            changes = _changes(before, step, drawn) + _copy_changes(rank, before, step, start)
+            if number == 0 and exact:
+                changes = _restored_otherwise(rank, step, start) + changes
+            if number == 0:  # half a step was lost, which explains all the rest
+                changes.sort(key=lambda change: change[0] != "accumulation")
+            allowed = tolerance if rounding else tolerance / GROWTH
+            apart = _apart(before, step)
+            may_be_rounding = rounding > 0 or (bool(changes) and changes[0][0] in _RESULTS)
+            is_rounding = exact and bool(changes) and may_be_rounding and apart <= allowed
+            if is_rounding:
+                rounding = max(rounding, apart)
+            if is_rounding or not exact:
+                changes = [change for change in changes if change[0] in _NEVER_ROUNDED]
+            if changes:
+                kind, what = changes[0]
+                if kind == "data-order":
+                    what = data_order(rank, continued_rank, start)
+                at = start + number + 1
+                changes[0] = (kind, f"resumed from step {start}, step {at}: {what}")
+                difference = _difference("resume", at, changes, rank, save)
+                return Resumed(difference=difference, rounding=rounding)
     last = start + resumed.steps
-    if last < baseline.steps and resumed.trouble:
-        what = f"{after}, it failed after step {last}: {_first_line(resumed.trouble)}"
-        return differs("resume-failed", last, what)
     if last < baseline.steps:
-        what = f"resumed from step {start}, the script exited after step {last} of {baseline.steps}"
-        return differs("ended-early", last, what)
+        change = ("ended-early", f"the script exited after step {last} of {baseline.steps}")
+        if resumed.trouble:
+            change = ("resume-failed", f"it failed after step {last}: {_first_line(resumed)}")
+        return Resumed(difference=_difference("resume", last, [change], save=save))
     return Resumed(rounding=rounding)
 
 
-class FirstChange(NamedTuple):
-    """The first step in which a rank of a resumed run differs, and in what."""
-
-    step: int
-    rank: int
-    changes: list[Change]
-
-
-def _of_resume(
-    baseline: TrialRecord,
-    saves: Sequence[EventRecord],
-    kind: str,
-    step: int,
-    what: str,
-    change: FirstChange | None,
-) -> Difference:
-    line, rank = "", None
-    keys: list[str] = []
-    also: list[str] = []
-    if saves:
-        line, keys = saves[-1].line, saves[-1].keys
-    if kind == "data-order":
-        line = baseline.ranks[0].line_of("loader")
-    if change is not None:
-        rank = change.rank
-        for other in change.changes:
-            if other.kind != kind and other.kind not in also:
-                also.append(other.kind)
-    return Difference(
-        property="resume",
-        kind=kind,
-        step=step,
-        what=what,
-        rank=rank,
-        also=tuple(also),
-        line=line,
-        keys=tuple(keys),
-    )
+def _start_problem(
+    baseline: TrialRecord, resumed: TrialRecord, expected: int, *, exact: bool
+) -> Change | None:
+    """Return why a resumed run does not continue from its newest checkpoint."""
+    if not resumed.steps:
+        if resumed.trouble:
+            return "resume-failed", f"the script does not resume: {_first_line(resumed)}"
+        return "ended-early", "the script made no more steps, and exited without an error"
+    start = resumed_from(baseline, resumed, expected)
+    if start is None and exact:
+        return "weights", "the weights are not those of any step of the undisturbed run"
+    if start is None or start >= expected:
+        return None
+    if start:
+        what = f"the script resumed from step {start}; its newest checkpoint is of step {expected}"
+        return "older-checkpoint", what
+    if _loaded_the_rest(baseline, resumed, expected):
+        what = "the weights are those of the start, but the rest of the checkpoint was loaded"
+        return "weights", what
+    return "started-from-zero", f"the script started from zero instead of step {expected}"
 
 
-def _first_line(trouble: str) -> str:
-    return textwrap.shorten(trouble.splitlines()[0], _LONGEST_ERROR, placeholder=" …")
+def _first_line(trial: TrialRecord) -> str:
+    return textwrap.shorten(trial.trouble.splitlines()[0], _LONGEST_ERROR, placeholder=" …")
 
 
 def _loaded_the_rest(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> bool:
@@ -253,9 +248,8 @@ def _loaded_the_rest(baseline: TrialRecord, resumed: TrialRecord, expected: int)
     steps, first = baseline.ranks[0].steps, resumed.ranks[0].steps[0]
     if first.state_before and first.state_before == steps[expected - 1].state:
         return True
-    at_start, at_expected = steps[0], steps[min(expected, len(steps) - 1)]
-    has_schedule = at_start.learning_rates != at_expected.learning_rates
-    return has_schedule and first.learning_rates == at_expected.learning_rates
+    at_expected = steps[min(expected, len(steps) - 1)].learning_rates
+    return steps[0].learning_rates != at_expected == first.learning_rates
 
 
 def resumed_from(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> int | None:
@@ -267,63 +261,22 @@ def resumed_from(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> 
     return min(equal, key=lambda number: abs(number - expected), default=None)
 
 
-def _first_change(
-    baseline: TrialRecord, resumed: TrialRecord, start: int, *, exact: bool
-) -> tuple[FirstChange | None, float]:
-    """Return the first change that is not rounding, and the largest rounding before it."""
-    rounding = 0.0
-    allowed = ROUNDING.get(baseline.dtype, ROUNDING["float32"]) / GROWTH
-    drawn = _generators_drawn_from(baseline, resumed)
-    for number in range(min(resumed.steps, baseline.steps - start)):
-        for rank, other in zip(baseline.ranks, resumed.ranks, strict=True):
-            before, after = rank.steps[start + number], other.steps[number]
-            changes: list[Change] = []
-            if number == 0 and exact:
-                changes += _restored_otherwise(rank, after, start)
-            changes += _changes(before, after, drawn)
-            changes += _copies(rank, before, after, start)
-            if number == 0:  # half a step was lost, which explains all the rest
-                changes.sort(key=lambda change: change.kind != "accumulation")
-            apart = _apart(before, after)
-            may_be_rounding = rounding > 0 or (bool(changes) and changes[0].kind in _RESULTS)
-            if changes and exact and apart <= allowed and may_be_rounding:
-                rounding = max(rounding, apart)
-                allowed = ROUNDING.get(baseline.dtype, ROUNDING["float32"])
-                changes = _never_rounded(changes)
-            if not exact:
-                changes = _never_rounded(changes)
-            if changes:
-                return FirstChange(start + number + 1, rank.rank, changes), rounding
-    return None, rounding
-
-
-def _never_rounded(changes: Sequence[Change]) -> list[Change]:
-    return [change for change in changes if change.kind in _NEVER_ROUNDED]
-
-
-def _restored_otherwise(rank: RankRecord, after: StepRecord, start: int) -> list[Change]:
+def _restored_otherwise(rank: RankRecord, step: StepRecord, start: int) -> list[Change]:
     """Return what differs before the first step of a resumed run."""
-    weights = rank.steps[start].weights_before
-    state = rank.steps[start].state_before or {}
+    weights, state = rank.steps[0].weights_before, rank.steps[0].state_before
     if start:
         weights, state = rank.steps[start - 1].weights, rank.steps[start - 1].state
-    changes = []
-    if after.weights_before != weights:
-        changes.append(Change("weights", "the weights before the step differ"))
-    restored = after.state_before or {}
-    if restored != state:
-        changes.append(Change("optimizer-state", _state_text(state, restored)))
-    return changes
+    changes: list[Change] = []
+    if step.weights_before != weights:
+        changes.append(("weights", "the weights before the step differ"))
+    return changes + _state_changes(state or {}, step.state_before or {})
 
 
 def _apart(before: StepRecord, after: StepRecord) -> float:
     """Return the largest relative difference of losses and norms of a step."""
     pairs = [
-        (
-            before.replicated_square + before.sharded_square,
-            after.replicated_square + after.sharded_square,
-        ),
         (before.weights_norm, after.weights_norm),
+        (before.squared_gradients, after.squared_gradients),
     ]
     for expected, batch in zip(before.micro_batches, after.micro_batches, strict=False):
         if expected.loss is not None and batch.loss is not None:
@@ -331,17 +284,15 @@ def _apart(before: StepRecord, after: StepRecord) -> float:
     return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs)
 
 
-def _copies(
+def _copy_changes(
     rank: RankRecord, before: StepRecord, after: StepRecord, start: int
-) -> Iterator[Change]:
-    """Yield a change if a copy of the weights that changes, such as their average, is another one."""
-    if not start:
-        return
-    old = set(rank.steps[start - 1].copies)
+) -> list[Change]:
+    """Return a change if a copy of the weights that changes, such as their average, is another one."""
+    old = set(rank.steps[start - 1].copies) if start else set()
     changing = set(before.copies) - old
     if old and not changing <= set(after.copies):
-        what = "a second copy of the weights, such as an average (EMA), differs"
-        yield Change("weight-copy", what)
+        return [("weight-copy", "a second copy of the weights, such as an average (EMA), differs")]
+    return []
 
 
 def data_order(baseline: RankRecord, resumed: RankRecord, start: int) -> str:
@@ -362,32 +313,9 @@ def data_order(baseline: RankRecord, resumed: RankRecord, start: int) -> str:
     if first in inputs[used:]:
         skipped = after[: inputs[used:].index(first)]
         return f"{_count(skipped)} are skipped on this rank"
-    samples = [sample for batch in read for sample in batch.samples]
-    repeated_samples = _samples_of(_epoch_of_last(before)).intersection(samples)
-    text = "the samples come in another order"
-    if repeated_samples:
-        count = sum(sample in repeated_samples for sample in samples)
-        return f"{text}; {count} of {len(samples)} were already used in this epoch"
-    if not _samples_of(batches).intersection(samples):
-        text += ", or are changed in another way (random augmentation)"
-    return text
+    return "the samples come in another order, or are changed in another way (random augmentation)"
 
 
 def _count(batches: Sequence[MicroBatch]) -> str:
     samples = sum(len(batch.samples) for batch in batches)
     return f"{len(batches)} batches ({samples} samples)"
-
-
-def _samples_of(batches: Sequence[MicroBatch]) -> set[str]:
-    samples: set[str] = set()
-    for batch in batches:
-        samples.update(batch.samples)
-    return samples
-
-
-def _epoch_of_last(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the batches of the last iteration of a loader; all of them if no loader is known."""
-    if not batches or batches[-1].place is None:
-        return list(batches)
-    epoch = batches[-1].place[:2]
-    return [batch for batch in batches if batch.place is not None and batch.place[:2] == epoch]

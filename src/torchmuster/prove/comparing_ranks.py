@@ -37,7 +37,7 @@ def _same_data(record: TrialRecord) -> Difference | None:
         if len(own) >= _FEW_SAMPLES and shared / len(own) > _MOST:
             share = round(100 * shared / len(own))
             what = f"{share} % of the samples of rank {rank} are also read by rank 0 ({shared} of {len(own)})"
-            line = record.ranks[0].line_of("loader")
+            line = record.ranks[0].loader_line
             return _of_ranks("same-data", 1, what, rank=rank, line=line)
     return None
 
@@ -65,7 +65,7 @@ def _uneven(record: TrialRecord) -> Difference | None:
     samples = [_samples_of_first_epoch(rank) for rank in record.ranks]
     if all(samples) and len(set(samples)) > 1:
         what = f"ranks read different numbers of samples in one epoch: {samples}"
-        line = record.ranks[0].line_of("loader")
+        line = record.ranks[0].loader_line
         return _of_ranks("uneven-batches", record.steps, what, line=line)
     made = [len(rank.steps) for rank in record.ranks]
     if max(made) - record.steps > 1:
@@ -105,7 +105,7 @@ def _epoch_order(record: TrialRecord) -> Difference | None:
         if len(set(samples)) >= _FEW_SAMPLES and samples[:length] == following[:length]:
             what = f"the loader shuffles, but epochs {iteration + 1} and {iteration + 2} have the same order"
             step = _first_step_of(rank, (loader, iteration + 1))
-            return _of_ranks("epoch-order", step, what, line=rank.line_of("loader"))
+            return _of_ranks("epoch-order", step, what, line=rank.loader_line)
     return None
 
 
@@ -127,7 +127,7 @@ def _worker_seeds(record: TrialRecord) -> Difference | None:
                 hashes = {state.get(name) for state in states}
                 if len(states) > 1 and len(hashes) == 1 and None not in hashes:
                     what = f"all {len(states)} loader workers begin with the same random state of {name}"
-                    line = rank.line_of("loader")
+                    line = rank.loader_line
                     return _of_ranks("worker-seeds", 1, what, rank=rank.rank, line=line)
     return None
 

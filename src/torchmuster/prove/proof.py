@@ -8,7 +8,7 @@ from typing import Literal
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.prove import comparing, comparing_ranks
-from torchmuster.prove.comparing import Difference, Property
+from torchmuster.prove.comparing import Difference
 from torchmuster.prove.comparing_ranks import Variation
 from torchmuster.prove.explanations import finding_of
 from torchmuster.prove.records import TrialRecord
@@ -23,7 +23,7 @@ from torchmuster.prove.trials import (
 from torchmuster.units import plural
 
 Outcome = Literal["pass", "fail", "not tested"]
-PROPERTIES: tuple[Property, ...] = ("determinism", "resume", "ranks")
+PROPERTIES = ("determinism", "resume", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,14 @@ class Result:
     """The result of one check of a property; ``name`` is unique, such as ``resume.killed``."""
 
     name: str
-    property: Property
     outcome: Outcome
     finding: Finding
     difference: Difference | None = None
+
+    @property
+    def tested(self) -> str:
+        """The property that is tested: the part of the name before the point."""
+        return self.name.partition(".")[0]
 
 
 @dataclass(kw_only=True)
@@ -64,27 +68,34 @@ def prove_script(
 ) -> Proof:
     """Run everything that the properties need."""
     begun_s = time.monotonic()
+    proof = Proof(request=request)
     with Trials.prepared(request, say) as trials:
-        prover = Prover(request, trials, allowed)
-        prover.prove(properties)
-    prover.proof.runs = trials.runs
-    prover.proof.took_s = time.monotonic() - begun_s
-    return prover.proof
+        Prover(proof, trials, allowed).prove(properties)
+    proof.runs = trials.runs
+    proof.took_s = time.monotonic() - begun_s
+    return proof
 
 
 class Prover:
     """Runs the trials of each property, and adds the results to ``proof``."""
 
-    def __init__(self, request: ProofRequest, trials: Trials, allowed: Collection[str]) -> None:
-        self.proof = Proof(request=request)
-        self._request, self._trials, self._allowed = request, trials, allowed
+    def __init__(self, proof: Proof, trials: Trials, allowed: Collection[str]) -> None:
+        self.proof = proof
+        self._trials, self._allowed = trials, allowed
 
     def prove(self, properties: Collection[str]) -> None:
         """Prove these properties, from the same undisturbed run."""
         try:
             baseline = self.proof.baseline = self._trials.baseline()
         except FailedBaseline as error:
-            self._explain_failed_baseline(error)
+            # Uneven batches let a rank wait in vain: name them as the cause of the failure.
+            self.proof.baseline = error.record
+            differences = comparing_ranks.compare_ranks(error.record)
+            uneven = [found for found in differences if found.kind == "uneven-batches"]
+            if not uneven:
+                raise
+            for difference in uneven:
+                self._differs("ranks.uneven-batches", difference)
             return
         exact = True
         if "determinism" in properties:
@@ -95,52 +106,32 @@ class Prover:
             self._prove_ranks(baseline)
             self._prove_variations(baseline)
 
-    def _explain_failed_baseline(self, error: FailedBaseline) -> None:
-        """Name a difference between ranks as the cause of a failed run, if there is one."""
-        differences = comparing_ranks.compare_ranks(error.record)
-        uneven = [difference for difference in differences if difference.kind == "uneven-batches"]
-        if not uneven:
-            raise error
-        self.proof.baseline = error.record
-        for difference in uneven:
-            self._differs("ranks.uneven-batches", difference)
-
     # ---- results
 
     def _passed(self, name: str, what: str) -> None:
         finding = Finding(name=f"prove-{name}", status=Status.OK, what=what)
-        self._add(name, "pass", finding)
+        self.proof.results.append(Result(name=name, outcome="pass", finding=finding))
 
     def _untested(self, name: str, what: str, why: str, fix: str = "") -> None:
-        text = f"{_property(name)}: not tested: {what}"
+        tested = name.partition(".")[0]
         finding = Finding(
-            name=f"prove-{_property(name)}-not-tested",
+            name=f"prove-{tested}-not-tested",
             status=Status.NOTE,
-            what=text,
+            what=f"{tested}: not tested: {what}",
             why=why,
             fix=fix,
         )
-        self._add(name, "not tested", finding)
+        self.proof.results.append(Result(name=name, outcome="not tested", finding=finding))
 
     def _differs(self, name: str, difference: Difference) -> None:
         is_allowed = difference.kind in self._allowed
-        outcome: Outcome = "fail"
-        if is_allowed:
-            outcome = "pass"
-        self._add(name, outcome, finding_of(difference, allowed=is_allowed), difference)
-
-    def _add(
-        self, name: str, outcome: Outcome, finding: Finding, difference: Difference | None = None
-    ) -> None:
-        self.proof.results.append(
-            Result(
-                name=name,
-                property=_property(name),
-                outcome=outcome,
-                finding=finding,
-                difference=difference,
-            )
+        result = Result(
+            name=name,
+            outcome="pass" if is_allowed else "fail",
+            finding=finding_of(difference, allowed=is_allowed),
+            difference=difference,
         )
+        self.proof.results.append(result)
 
     # ---- properties
 
@@ -149,9 +140,9 @@ class Prover:
         repeated = self._trials.run("repeated", "the same again, in new interpreters", fresh=True)
         if repeated.trouble:
             raise MusterError(
-                f"{self._request.script} failed when it was repeated in new interpreters",
+                f"{self.proof.request.script} failed when it was repeated in new interpreters",
                 why=repeated.trouble,
-                fix=f"muster run {self._request.script}",
+                fix=f"muster run {self.proof.request.script}",
             )
         self.proof.repeated = repeated
         difference = comparing.compare_repeated(baseline, repeated)
@@ -163,7 +154,7 @@ class Prover:
         return True
 
     def _prove_resume(self, baseline: TrialRecord, *, exact: bool) -> None:
-        stops = [stop for stop in stops_for(baseline) if stop.name in self._request.stops]
+        stops = [stop for stop in stops_for(baseline) if stop.name in self.proof.request.stops]
         if not stops:
             self._untested(
                 "resume",
@@ -172,7 +163,8 @@ class Prover:
                 "let it save more often, or test more --steps",
             )
             return
-        if self._repeats_otherwise():
+        kinds = [result.difference.kind for result in self.proof.results if result.difference]
+        if "data-order" in kinds or "weights" in kinds:  # of the repeated run
             self._untested(
                 "resume",
                 "two undisturbed runs already differ",
@@ -185,7 +177,7 @@ class Prover:
             trial = self._trials.stop_and_resume(stop, baseline)
             self.proof.resumed.append(trial)
             if trial.newest_step >= baseline.steps:
-                what = f"the script continued to its last step after {HOW[stop.how]}"
+                what = f"the script continued to its last step after {HOW[stop.name]}"
                 self._untested(name, what, "no steps are left to compare")
                 continue
             resumed = comparing.compare_resumed(baseline, trial, exact=exact)
@@ -199,17 +191,9 @@ class Prover:
                 equal = "bitwise equal"
             self._passed(
                 name,
-                f"resume: stopped after step {stop.after_step} by {HOW[stop.how]}, "
+                f"resume: stopped after step {stop.after_step} by {HOW[stop.name]}, "
                 f"resumed from step {trial.newest_step}: {equal}",
             )
-
-    def _repeats_otherwise(self) -> bool:
-        """Return whether two undisturbed runs begin with other weights or read other data."""
-        for result in self.proof.results:
-            difference = result.difference
-            if difference is not None and difference.kind in ("data-order", "weights"):
-                return True
-        return False
 
     def _prove_ranks(self, baseline: TrialRecord) -> None:
         differences = comparing_ranks.compare_ranks(baseline)
@@ -252,11 +236,3 @@ class Prover:
                     f"ranks: {pair} give the same gradients in {plural(scaling.steps, 'step')} "
                     f"(norms differ by at most {scaling.largest:.1e})",
                 )
-
-
-def _property(name: str) -> Property:
-    """Return the property of a check: the part of its name before the point."""
-    for known in PROPERTIES:
-        if name.partition(".")[0] == known:
-            return known
-    raise ValueError(name)

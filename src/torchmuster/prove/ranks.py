@@ -7,12 +7,13 @@ later, as under torchrun.
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,7 +43,6 @@ _STARTS_CUDA = {"transformers.trainer": "transformers.models.auto.modeling_auto"
 _GRACE_S = 30.0
 _HANGS_AFTER_S = 180.0  # without a new step or line of output
 _STARTS_WITHIN_S = 1800.0
-_SAY_EVERY_S = 10.0
 _LOG_LINES = 5
 
 
@@ -58,13 +58,7 @@ def start_server(source: str, environment: Mapping[str, str]) -> None:
     forked_ranks.start_server(modules, environment)
 
 
-def run_trial(
-    request: TrialRequest,
-    environment: Mapping[str, str],
-    *,
-    fresh: bool = False,
-    say: Callable[[str], None],
-) -> str:
+def run_trial(request: TrialRequest, environment: Mapping[str, str], *, fresh: bool = False) -> str:
     """Run a trial; return why it failed, or "". ``fresh`` ranks are new interpreters."""
     program = RankProgram(
         function=_be_trial,
@@ -75,38 +69,32 @@ def run_trial(
         environment=environment,
     )
     with forked_ranks.started(program, fresh=fresh) as processes:
-        return _watch(processes, request, say)
+        return _watch(processes, request)
 
 
-def _watch(
-    processes: Sequence[BaseProcess], request: TrialRequest, say: Callable[[str], None]
-) -> str:
+def _watch(processes: Sequence[BaseProcess], request: TrialRequest) -> str:
     """Wait for all ranks; when one fails or all hang, stop the others, and return why."""
     into = Path(request.into)
-    begun_s = said_s = grown_s = time.monotonic()
-    size, trouble, kill_s = 0, "", None
+    size, grown_s = 0, time.monotonic()
+    trouble, kill_s = "", math.inf
     alive = list(processes)
     while alive:
         wait([process.sentinel for process in alive], timeout=0.2)
         now_s = time.monotonic()
         alive = [process for process in processes if process.exitcode is None]
+        written = sum(path.stat().st_size for path in into.glob("rank-*"))
+        if written != size:
+            size, grown_s = written, now_s
         if not trouble:
             trouble = _failure(into, processes)
             if trouble:
                 kill_s = now_s + _GRACE_S
                 _signal(alive, signal.SIGTERM)
-        written = _written(into)
-        if written != size:
-            size, grown_s = written, now_s
-        silent_s = now_s - grown_s
-        if not trouble and silent_s > _limit_of_silence(request):
-            trouble = f"the ranks hang: no step and no output for {silent_s:.0f} s"
-            kill_s = now_s
-        if kill_s is not None and now_s >= kill_s:
+            elif now_s - grown_s > _limit_of_silence(request):
+                trouble = f"the ranks hang: no step and no output for {now_s - grown_s:.0f} s"
+                kill_s = now_s
+        if now_s >= kill_s:
             _signal(alive, signal.SIGKILL)
-        if now_s - said_s > _SAY_EVERY_S:
-            said_s = now_s
-            say(f"{request.name}: {now_s - begun_s:.0f} s so far")
     return trouble
 
 
@@ -122,15 +110,6 @@ def _signal(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid or 0, number)
-
-
-def _written(into: Path) -> int:
-    """Return the size of everything that the ranks wrote about themselves."""
-    total = 0
-    for path in into.iterdir():
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
-    return total
 
 
 def _failure(into: Path, processes: Sequence[BaseProcess]) -> str:

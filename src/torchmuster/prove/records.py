@@ -10,17 +10,16 @@ from typing import Literal
 
 import msgspec
 
-How = Literal["kill-all", "kill-rank", "sigterm", "in-save"]
-EventKind = Literal["save", "load", "worker", "loader", "end"]
+StopName = Literal["killed", "rank-killed", "terminated", "save-killed"]
+EventKind = Literal["save", "worker", "loader"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
     """Stop a trial once ``after_step`` steps are done: before the next one, or in the save that follows them."""
 
-    name: str
+    name: StopName
     after_step: int
-    how: How
     in_micro_batch: int = 0  # of the next step
 
 
@@ -28,7 +27,6 @@ class StopRequest:
 class TrialRequest:
     """One launch of the script."""
 
-    name: str
     command: tuple[str, ...]
     module: bool
     with_run_folder: bool  # muster train
@@ -70,9 +68,13 @@ class StepRecord(msgspec.Struct, kw_only=True, tag="step", omit_defaults=True):
     weights: list[str] = []  # by parameter
     weights_norm: float = 0.0
     copies: list[str] = []  # of the weights, such as an average (EMA)
-    evaluated: bool = False  # before the next step
     weights_before: list[str] | None = None
     state_before: dict[str, str] | None = None
+
+    @property
+    def squared_gradients(self) -> float:
+        """The squared norm of the gradients that this rank has."""
+        return self.replicated_square + self.sharded_square
 
 
 class ParametersRecord(msgspec.Struct, kw_only=True, tag="parameters"):
@@ -121,12 +123,11 @@ class RankRecord:
         """Return the events of a kind."""
         return [event for event in self.events if event.kind == kind]
 
-    def line_of(self, kind: EventKind) -> str:
-        """Return where in the script the last event of a kind happened; "" if unknown."""
-        for event in reversed(self.events):
-            if event.kind == kind and event.line:
-                return event.line
-        return ""
+    @property
+    def loader_line(self) -> str:
+        """Where in the script the last loader is first read; "" if unknown."""
+        lines = [event.line for event in self.of_kind("loader") if event.line]
+        return "".join(lines[-1:])
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _result_json(result: Result) -> dict[str, object]:
         }
     return {
         "name": result.name,
-        "property": result.property,
+        "property": result.tested,
         "outcome": result.outcome,
         "difference": difference,
         "finding": result.finding.as_json(),

@@ -17,7 +17,6 @@ from torchmuster.prove import ranks as rank_processes
 from torchmuster.prove.comparing_ranks import Variation
 from torchmuster.prove.records import (
     EventRecord,
-    How,
     RankRecord,
     StepRecord,
     StopRequest,
@@ -31,12 +30,12 @@ from torchmuster.units import plural
 from torchmuster.untrusted import read_json_lines
 
 HOW = {
-    "kill-all": "SIGKILL of all ranks",
-    "kill-rank": "SIGKILL of one rank",
-    "sigterm": "SIGTERM",
-    "in-save": "SIGKILL during a save",
+    "killed": "SIGKILL of all ranks",
+    "rank-killed": "SIGKILL of one rank",
+    "terminated": "SIGTERM",
+    "save-killed": "SIGKILL during a save",
 }
-STOPS = ("killed", "rank-killed", "terminated", "save-killed")
+STOPS = tuple(HOW)
 # Scripts also save small things, such as losses: a checkpoint has this share of the largest file.
 _CHECKPOINT_SHARE = 0.1
 _OUTSIDE = "muster prove: the script writes to"
@@ -161,7 +160,6 @@ class Trials:
         records = self._into / "records" / name
         records.mkdir(parents=True)
         request = TrialRequest(
-            name=f"run {self.runs}",
             command=(command[0], *with_arguments(command[1:], arguments)),
             module=self._request.module,
             with_run_folder=self._request.with_run_folder,
@@ -180,7 +178,7 @@ class Trials:
             "TRACKIO_DIR": str(folder / "trackio"),
             "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
         }
-        trouble = rank_processes.run_trial(request, environment, fresh=fresh, say=self._say)
+        trouble = rank_processes.run_trial(request, environment, fresh=fresh)
         recorded = read_ranks(records, request.ranks)
         return TrialRecord(ranks=recorded, trouble=trouble, saves=_saves(recorded[0], folder))
 
@@ -249,17 +247,11 @@ class Trials:
             )
         if record.steps >= 2:
             return
-        loads = record.ranks[0].of_kind("load")
-        if loads:
-            raise Impossible(
-                f"{script} made {record.steps} optimizer steps after it loaded {Path(loads[-1].path).name}",
-                why="it resumed from a checkpoint of an earlier run, which was copied with the folder",
-                fix="give the file or its folder, which is then not copied: --outputs PATH",
-            )
         raise Impossible(
             f"{script} made {record.steps} optimizer steps: too few to compare",
-            why="a step is a call of step() of a torch.optim optimizer after a forward of a module",
-            fix="give it more data or epochs; only torch.optim optimizers are recognized",
+            why="a step is a call of step() of a torch.optim optimizer after a forward of a module; a checkpoint of an "
+            "earlier run is copied with the folder, and the script may have resumed from it",
+            fix="--outputs PATH for the file or folder of such a checkpoint; else give it more data or epochs",
         )
 
     # ---- stopped and resumed
@@ -267,7 +259,7 @@ class Trials:
     def stop_and_resume(self, stop: StopRequest, baseline: TrialRecord) -> ResumeTrial:
         """Stop the script, restart it in the same folder with its resume arguments, and record both."""
         name = f"{stop.name}-stopped"
-        doing = f"stopped after step {stop.after_step} by {HOW[stop.how]}"
+        doing = f"stopped after step {stop.after_step} by {HOW[stop.name]}"
         stopped = self.run(name, doing, stop=stop)
         folder = self._into / "trials" / name
         arguments = self._resume_arguments(folder, stopped)
@@ -290,17 +282,18 @@ class Trials:
             return ()
         metrics = folder / ".muster-metrics"
         metrics.mkdir(exist_ok=True)
-        with (metrics / SAVES).open("w") as file:
-            for save in stopped.saves:
-                path = Path(save.path)
-                line = {
-                    "step": save.step,
-                    "path": save.path,
-                    "library": save.library,
-                    "at_unix_s": path.stat().st_mtime if path.exists() else 0.0,
-                    "bytes": _size(path),
-                }
-                file.write(json.dumps(line) + "\n")
+        lines = []
+        for save in stopped.saves:
+            path = Path(save.path)
+            line = {
+                "step": save.step,
+                "path": save.path,
+                "library": save.library,
+                "at_unix_s": path.stat().st_mtime if path.exists() else 0.0,
+                "bytes": _size(path),
+            }
+            lines.append(json.dumps(line) + "\n")
+        (metrics / SAVES).write_text("".join(lines))
         spec = JobSpec(
             name="prove",
             command=self._request.command,
@@ -315,60 +308,50 @@ class Trials:
     def variations(self, baseline: TrialRecord) -> Iterator[list[Variation]]:
         """Yield groups of runs that must have the same gradients: other ranks, more accumulation."""
         request = self._request
-        batch_flag = _flag(request.batch_argument)
+        flag = _flag(request.batch_argument)
         batch = self._batch_size(baseline)
-        if request.other_ranks and not batch_flag and not request.with_run_folder:
+        if request.other_ranks and not flag and not request.with_run_folder:
             raise Impossible(
                 "whether other numbers of ranks give the same gradients",
                 why="the global batch must stay the same",
                 fix="name the script's argument for the batch per rank, for example --batch-arg batch_size",
             )
         if request.other_ranks:
-            yield self._on_other_ranks(batch_flag, batch)
+            counts = sorted({request.ranks, *request.other_ranks})
+            yield [self._on_ranks(count, flag, batch) for count in counts]
         if request.accumulation_argument:
-            yield self._with_more_accumulation(batch_flag, batch)
-
-    def _on_other_ranks(self, batch_flag: str, batch: int) -> list[Variation]:
-        ranks = self._request.ranks
-        total = batch * ranks
-        variations = []
-        for count in sorted({ranks, *self._request.other_ranks}):
-            if total % count:
+            if not flag or batch % 2:
                 raise Impossible(
-                    f"a global batch of {total} cannot be split over {count} ranks",
-                    why=f"{ranks} ranks have {batch} samples each",
-                    fix=f"set {batch_flag} so that {count} divides it, or leave out --ranks {count}",
+                    "--accumulation-arg needs --batch-arg, and an even batch per rank",
+                    why=f"half the batch is used with twice the accumulation; the batch is {batch}",
+                    fix="--batch-arg NAME --accumulation-arg NAME",
                 )
-            arguments: tuple[str, ...] = ()
-            if batch_flag:
-                arguments = (batch_flag, str(total // count))
-            variations.append(
-                Variation(name=plural(count, "rank"), count=count, ranks=count, arguments=arguments)
-            )
-        return variations
+            yield [self._accumulated(factor, flag, batch) for factor in (1, 2)]
 
-    def _with_more_accumulation(self, batch_flag: str, batch: int) -> list[Variation]:
-        flag = _flag(self._request.accumulation_argument)
-        if not batch_flag or batch % 2:
+    def _on_ranks(self, count: int, flag: str, batch: int) -> Variation:
+        total = batch * self._request.ranks
+        if total % count:
             raise Impossible(
-                "--accumulation-arg needs --batch-arg, and an even batch per rank",
-                why=f"half the batch is used with twice the accumulation; the batch is {batch}",
-                fix="--batch-arg NAME --accumulation-arg NAME",
+                f"a global batch of {total} cannot be split over {count} ranks",
+                why=f"{self._request.ranks} ranks have {batch} samples each",
+                fix=f"set {flag} so that {count} divides it, or leave out --ranks {count}",
             )
-        count = int(_value_of(self._request.command, flag) or 1)
-        variations = []
-        for factor in (1, 2):
-            arguments = (batch_flag, str(batch // factor), flag, str(count * factor))
-            variations.append(
-                Variation(
-                    name=f"{plural(count * factor, 'micro-batch')} per step",
-                    count=count * factor,
-                    ranks=self._request.ranks,
-                    arguments=arguments,
-                    is_accumulation=True,
-                )
-            )
-        return variations
+        arguments: tuple[str, ...] = ()
+        if flag:
+            arguments = (flag, str(total // count))
+        name = plural(count, "rank")
+        return Variation(name=name, count=count, ranks=count, arguments=arguments)
+
+    def _accumulated(self, factor: int, batch_flag: str, batch: int) -> Variation:
+        flag = _flag(self._request.accumulation_argument)
+        count = factor * int(_value_of(self._request.command, flag) or 1)
+        return Variation(
+            name=f"{plural(count, 'micro-batch')} per step",
+            count=count,
+            ranks=self._request.ranks,
+            arguments=(batch_flag, str(batch // factor), flag, str(count)),
+            is_accumulation=True,
+        )
 
     def run_variation(self, variation: Variation) -> TrialRecord:
         """Run a variation, without dropout: other ranks draw other random numbers."""
@@ -402,35 +385,27 @@ def stops_for(baseline: TrialRecord) -> list[StopRequest]:
     Each stop follows a checkpoint by one step, so that a script that ignores its newest checkpoint is noticed.
     """
     steps = baseline.ranks[0].steps
-    saves = sorted({save.step for save in baseline.saves if 0 < save.step < baseline.steps})
+    last = baseline.steps - 1
+    saves = sorted({save.step for save in baseline.saves if 0 < save.step <= last})
     if not saves:
         return []
     at_end = [save for save in saves if _ends_epoch(steps[save - 1], steps[save])]
     inside = [save for save in saves if save not in at_end] or saves
-    evaluated = [save for save in saves if steps[save - 1].evaluated]
-
-    def stop(name: str, how: How, after: int, in_micro_batch: int = 0) -> StopRequest:
-        last = min(after, baseline.steps - 1)
-        return StopRequest(name=name, after_step=last, how=how, in_micro_batch=in_micro_batch)
+    middle = inside[-2] if len(inside) > 2 else inside[-1]
+    end = (at_end or saves)[-1]
 
     def after(save: int) -> int:
-        if save + 1 in saves:
-            return save
-        return save + 1
+        return save if save + 1 in saves else min(save + 1, last)
 
-    middle = inside[-1]
-    if len(inside) > 2:
-        middle = inside[-2]
-    end = (at_end or evaluated or saves)[-1]
-    terminated = min(inside[0] + 1, baseline.steps - 1)
+    term = min(inside[0] + 1, last)
+    between = int(len(steps[term].micro_batches) > 1)  # two micro-batches, if there are some
     stops = [
-        stop("killed", "kill-all", after(middle)),
-        stop("rank-killed", "kill-rank", after(end)),
-        # Between two micro-batches, if there are some.
-        stop("terminated", "sigterm", terminated, int(len(steps[terminated].micro_batches) > 1)),
+        StopRequest(name="killed", after_step=after(middle)),
+        StopRequest(name="rank-killed", after_step=after(end)),
+        StopRequest(name="terminated", after_step=term, in_micro_batch=between),
     ]
     if len(saves) > 1:
-        stops.append(stop("save-killed", "in-save", saves[1]))
+        stops.append(StopRequest(name="save-killed", after_step=saves[1]))
     return stops
 
 
@@ -443,22 +418,18 @@ def _ends_epoch(step: StepRecord, following: StepRecord) -> bool:
 def _saves(rank: RankRecord, folder: Path) -> list[EventRecord]:
     """Return the checkpoints that were written, oldest first: of a script, or of ``muster train``."""
     own = folder / "run" / "metrics" / SAVES
-    saves: list[EventRecord] = []
     if own.exists():
-        for line in read_json_lines(own):
-            if isinstance(line.get("step"), int):
-                path = str(line.get("path", ""))
-                saves.append(
-                    EventRecord(kind="save", step=line["step"], path=path, library="muster")
-                )
-        return saves
+        lines = [line for line in read_json_lines(own) if isinstance(line.get("step"), int)]
+        return [
+            EventRecord(kind="save", step=line["step"], path=str(line.get("path", "")))
+            for line in lines
+        ]
     events = rank.of_kind("save")
     sizes = [_size(Path(event.path)) for event in events]
-    largest = max((size or 0 for size in sizes), default=0)
-    for event, size in zip(events, sizes, strict=True):
-        if size is None or size >= _CHECKPOINT_SHARE * largest:
-            saves.append(event)
-    return saves
+    least = _CHECKPOINT_SHARE * max((size or 0 for size in sizes), default=0)
+    return [
+        event for event, size in zip(events, sizes, strict=True) if size is None or size >= least
+    ]
 
 
 def _size(path: Path) -> int | None:

@@ -21,7 +21,7 @@ def resumed(
     second: TrialRecord, *, saves: tuple[int, ...] = (3, 6), torn: bool = False
 ) -> ResumeTrial:
     return ResumeTrial(
-        stop=StopRequest(name="killed", after_step=7, how="in-save" if torn else "kill-all"),
+        stop=StopRequest(name="save-killed" if torn else "killed", after_step=7),
         stopped=trial(range(1, 8), saves=saves),
         resumed=second,
     )
@@ -309,12 +309,12 @@ def test_other_samples_cannot_be_compared() -> None:
 
 def test_stops_are_after_checkpoints_inside_and_at_the_end_of_epochs() -> None:
     whole = trial(range(1, 21), saves=(3, 6, 8, 9, 12, 15, 18))
-    stops = {stop.name: (stop.after_step, stop.how) for stop in stops_for(whole)}
+    stops = {stop.name: stop.after_step for stop in stops_for(whole)}
     assert stops == {
-        "killed": (16, "kill-all"),
-        "rank-killed": (13, "kill-rank"),
-        "terminated": (4, "sigterm"),
-        "save-killed": (6, "in-save"),
+        "killed": 16,
+        "rank-killed": 13,
+        "terminated": 4,
+        "save-killed": 6,
     }
 
 

@@ -26,7 +26,6 @@ def proof() -> Proof:
         )
         return Result(
             name=name,
-            property="resume",
             outcome="fail",
             finding=finding_of(found, allowed=False),
             difference=found,
@@ -46,7 +45,7 @@ def proof() -> Proof:
         request=request,
         baseline=trial(range(1, 13), saves=(3, 6)),
         results=[
-            Result(name="determinism", property="determinism", outcome="pass", finding=equal),
+            Result(name="determinism", outcome="pass", finding=equal),
             lost("resume.killed", 7),
             lost("resume.terminated", 4),
         ],

@@ -9,5 +9,4 @@ from torchmuster.prove.probes import isolation
 
 # The first optimizer of a process imports torch's compiler, which takes seconds.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-isolation.block_uploads()
-isolation.watch_safetensors()
+isolation.watch_libraries()
