@@ -17,7 +17,7 @@ HEAD = """# Fault catalogue of `muster check`
 
 Each fault was injected on two to four hosts (network namespaces), and `muster check` ran on the first host, on two cores. *Applied* means that the
 test ran the command of the fix, and the next check no longer found the fault. The second column shows what torch 2.13 prints for the same fault
-without Muster; … means that this was not observed. [Fault catalogue](../../docs/validation.md#fault-catalogue) describes the method, and lists the faults
+without Muster; … means that this was not observed. [Fault catalogue](../../docs/tested.md#fault-catalogue) describes the method, and lists the faults
 that could not be injected. Written by `tests/hosts/catalogue_table.py`.
 
 """

@@ -27,7 +27,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces as network_interfaces
 from torchmuster.launch.network.interfaces import Interface
 
-LEAST_TORCH = "2.12"  # also in pyproject.toml; docs/versions.md has what was run
+LEAST_TORCH = "2.12"  # also in pyproject.toml; docs/tested.md has what was run
 _VERSION = re.compile(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 # Installers do not affect a run, and often differ between otherwise equal hosts.

@@ -28,7 +28,7 @@ def render(results: Sequence[Result], *, seed: int, took_s: float) -> str:
     lines = [
         "# Kill matrix: SIGKILL of every process at every moment",
         "",
-        "Written by `python -m stress.kill_matrix`. [Kill matrix](../../docs/validation.md#kill-matrix) describes the moments and the method.",
+        "Written by `python -m stress.kill_matrix`. [Kill matrix](../../docs/tested.md#kill-matrix) describes the moments and the method.",
         "",
         f"{len(kills)} kills in {len(results)} runs (seed {seed}, {took_s / 60:.0f} minutes on "
         f"{os.cpu_count()} cores): {verdict}.",
