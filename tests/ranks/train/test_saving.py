@@ -80,8 +80,7 @@ def test_saves_that_fail_or_are_slow_leave_the_training_going(
     shapes, optimizer, kind, missing = result["misfits"]
     for fact in ("model.embedding.weight", "[11, 6]", "[11, 7]"):
         assert fact in shapes
-    for fact in ("exp_avg, exp_avg_sq, step", "momentum_buffer"):
-        assert fact in optimizer
+    assert "optimizer.state.embedding.weight.exp_avg is in the checkpoint" in optimizer
     for fact in ("model.layers.0.bias", "float32", "float16"):
         assert fact in kind
     assert "model.another" in missing

@@ -1,6 +1,6 @@
 """Compare a checkpoint with the training state that it is to be loaded into, before anything is changed."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def never_stepped(saved: Any, wanted: Any) -> tuple[str, ...]:
 
     ``saved`` and ``wanted`` are states without their tensors. An optimizer has no state for such a
     parameter until its first step. If it has no state at all, it may also be a different kind of
-    optimizer.
+    optimizer, such as SGD without momentum.
     """
     before, here = saved.get("optimizer"), wanted.get("optimizer")
     if before is None or here is None:
@@ -83,15 +83,7 @@ def _options(optimizer: Any) -> dict[str, Any]:
 def _differences(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> list[str]:
     """Describe missing and extra tensors, and those of another shape or dtype."""
     differences = []
-    names = saved.keys() | wanted.keys()
-    before, here = _optimizer_tensors(saved), _optimizer_tensors(wanted)
-    if before != here:
-        differences.append(
-            f"the saved optimizer has {', '.join(before) or 'no tensors'} for a parameter, "
-            f"this one {', '.join(here) or 'no tensors'}"
-        )
-        names = {name for name in names if not name.startswith(_OPTIMIZER)}
-    for name in sorted(names):
+    for name in sorted(saved.keys() | wanted.keys()):
         if name not in wanted:
             differences.append(f"{name} is in the checkpoint but not in this run")
         elif saved.get(name) is None:
@@ -106,8 +98,3 @@ def _differences(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -
                 if value != own:
                     differences.append(f"{name} is {value} in the checkpoint, {own} here")
     return differences
-
-
-def _optimizer_tensors(names: Iterable[str]) -> list[str]:
-    """Return the names of the tensors of a parameter, such as exp_avg; each kind of optimizer has its own."""
-    return sorted({name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER)})

@@ -1,7 +1,7 @@
 """Checkpoint policy: when to save during training, how saves are reported, and the final save."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,10 @@ from torchmuster.finding import Finding, Status, render
 from torchmuster.runfolder import is_no_room
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, SaveReport
 from torchmuster.train.stop_request import StoppedAtRequest, StopRequest
-from torchmuster.units import plural
 
 State = dict[str, Any]
 RETRY_EVERY_S = 30.0  # of a final write for which there was no room
 _LOOK_EVERY_S = 1.0
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,6 @@ class CheckpointPolicy:
         self._saved_step: int | None = None
         self._saved_at_s = 0.0
         self.is_last = False  # the current save is the last one
-        self.missing: set[int] = set()  # steps whose saves failed
 
     def check_room(self, state: State) -> str:
         """Return findings about the space that saves need; raise if there is too little."""
@@ -172,22 +169,5 @@ def save_message(report: SaveReport, *, is_last: bool = False, retries: bool = F
             )
     finding = Finding(
         name="not-saved", status=Status.WARNING, what=what, why=report.problem, fix=fix
-    )
-    return render([finding])
-
-
-def missing_message(steps: Collection[int]) -> str:
-    """Report the saves of a finished run that failed; "" if there were none."""
-    if not steps:
-        return ""
-    named = ", ".join(map(str, sorted(steps)[:_MOST_NAMED]))
-    more = f" and {len(steps) - _MOST_NAMED} more" if len(steps) > _MOST_NAMED else ""
-    finding = Finding(
-        name="checkpoints-missing",
-        status=Status.WARNING,
-        what=f"{plural(len(steps), 'checkpoint')} of this run could not be saved: step {named}{more}",
-        why="the training continued without them",
-        fix="before the next run, free disk space there, keep fewer checkpoints (checkpoint.keep), or "
-        "save to another location (checkpoint.folder)",
     )
     return render([finding])

@@ -12,7 +12,6 @@ from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, S
 from torchmuster.train.checkpointing.policy import (
     CheckpointPolicy,
     CheckpointSettings,
-    missing_message,
     save_message,
 )
 from torchmuster.train.models.parameters import frozen_names, is_below
@@ -31,10 +30,6 @@ def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[C
     """Enable saves during training, and save the final state."""
 
     def say(report: SaveReport) -> None:
-        if report.problem is None:
-            saves.missing.discard(report.step)
-        else:
-            saves.missing.add(report.step)
         problem = save_message(report, is_last=saves.is_last, retries=saving.retry_final)
         trainer.reports.saved(report.step, problem, asdict(report))
 
@@ -46,7 +41,6 @@ def trainer_states(trainer: "Trainer", saving: CheckpointSettings) -> Iterator[C
         trainer.reports.begin_saves()
         yield saves
         saves.end(trainer.step)
-        trainer.reports.say(missing_message(saves.missing))
 
 
 def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | None:
@@ -55,7 +49,6 @@ def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | N
         saved = _state_to_save(state, trainer, saving)
         frozen = [f"model.{name}" for name in state["model"] if name not in saved["model"]]
         loaded = checkpointer.load({**saved, "model": state["model"]}, optional=frozen)
-        decay = _weight_decay(trainer)
         if loaded is not None:
             trainer.restore(loaded.state)
     world = trainer.world
@@ -68,19 +61,7 @@ def resume_trainer(trainer: "Trainer", saving: CheckpointSettings) -> Loaded | N
     trainer.reports.go_on_from(trainer.reported, evaluated=trainer.evaluated)
     if loaded is not None:
         trainer.reports.say(_resuming_text(loaded, trainer))
-        restored = _weight_decay(trainer)
-        if restored != decay:
-            trainer.reports.say(
-                f"the weight decay stays as in the checkpoint: {restored} instead of {decay}"
-            )
     return loaded
-
-
-def _weight_decay(trainer: "Trainer") -> str:
-    return ", ".join(
-        f"{group.get('weight_decay', 0.0):g} for {plural(len(group['params']), 'parameter')}"
-        for group in trainer.optimizer.param_groups
-    )
 
 
 def _checkpointer(
