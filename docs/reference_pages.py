@@ -1,4 +1,4 @@
-"""Write the reference pages from the code: commands and flags, settings, exit codes, findings, Python API.
+"""Write the reference pages from the code: commands, settings, metrics, exit codes, findings, Python API.
 
 docs/conf.py calls ``write_pages`` at the start of each build. The files below docs/generated are not in git.
 """
@@ -12,24 +12,41 @@ from pathlib import Path
 import torchmuster
 from torchmuster.cli.main import root_parser
 from torchmuster.config import fields
+from torchmuster.config.hugging_face_names import HUGGING_FACE_NAMES
 from torchmuster.config.layers import variable_name
 from torchmuster.errors import EXIT_CODE_MEANINGS
+from torchmuster.monitor.alerts import ALERTS
+from torchmuster.monitor.catalogue import METRICS
+from torchmuster.monitor.metric import Level
 
 GENERATED = Path(__file__).parent / "generated"
 SOURCE = Path(torchmuster.__file__).parent
 HELP_COLUMNS = "100"
+AVAILABLE = {
+    Level.ALWAYS: "",
+    Level.SOMETIMES: "sometimes",
+    Level.DEVICE: "if the driver reports it",
+}
 
 API_HEAD = """\
 # Python API
 
 `from torchmuster import NAME`. Importing the package does not import torch; a name is imported when it is first used.
-How to use the names: [Trainer](../trainer.md), [data](../data.md), [Python](../python.md).
+How to use the names: [Trainer](../trainer.md), [data](../data.md).
 """
-FINDINGS_HEAD = """\
-# Findings
+EXIT_CODES_HEAD = """\
+# Exit codes and findings
+
+Every `muster` command exits with one of these codes; `muster gpus pick … command` exits with that of the command. The exceptions of
+the Python API are subclasses of [`MusterError`](api.md#mustererror): `what` failed, `why`, the `fix`, and `exit_code`, the code of a
+command that fails with this error.
+
+"""
+FINDINGS_HEAD = """
+## Findings
 
 A finding has a name, a status, what is true, why, and how to fix it. The names are stable; `--json` prints them. Only a finding
-with status failure makes a command fail ([exit codes](../exit-codes.md)). In this table, `…` stands for a value that is known
+with status failure makes a command fail. In this table, `…` stands for a value that is known
 only at run time.
 
 | package | name | status | what |
@@ -44,7 +61,9 @@ def write_pages() -> None:
         "api.md": api_page(),
         "findings.md": findings_page(),
         "settings-table.md": settings_table(),
-        "exit-codes-table.md": exit_codes_table(),
+        "hugging-face-names-table.md": hugging_face_names_table(),
+        "metrics-table.md": metrics_table(),
+        "alerts-table.md": alerts_table(),
     }
     GENERATED.mkdir(exist_ok=True)
     for name, text in pages.items():
@@ -90,8 +109,39 @@ def settings_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def hugging_face_names_table() -> str:
+    """Return the names of transformers, TRL and peft in docs/settings.md."""
+    rows = ["| Hugging Face | `muster train` | conversion |", "|---|---|---|"]
+    for name, setting in HUGGING_FACE_NAMES.items():
+        conversion = setting.how.replace("{", "").replace("}", "")
+        rows.append(f"| `{name}` | `{setting.path}` | {conversion} |")
+    return "\n".join(rows) + "\n"
+
+
+def metrics_table() -> str:
+    """Return the metrics of docs/watch.md."""
+    rows = ["| metric | type | labels | meaning | available |", "|---|---|---|---|---|"]
+    for metric in METRICS:
+        labels = ", ".join(metric.all_labels)
+        meaning = escaped(metric.help)
+        rows.append(
+            f"| `{metric.name}` | {metric.kind} | {labels} | {meaning} | {AVAILABLE[metric.level]} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def alerts_table() -> str:
+    """Return the alerts of docs/watch.md."""
+    rows = ["| alert | severity | what | for | why |", "|---|---|---|---|---|"]
+    for alert in ALERTS:
+        rows.append(
+            f"| `{alert.name}` | {alert.severity} | {escaped(alert.summary)} | {alert.for_s:.0f} s | {alert.why} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
 def exit_codes_table() -> str:
-    """Return the table of docs/exit-codes.md."""
+    """Return the exit codes and their meanings."""
     rows = ["| code | meaning |", "|---|---|"]
     for code, text in EXIT_CODE_MEANINGS.items():
         rows.append(f"| {code.value} | {text} |")
@@ -99,13 +149,14 @@ def exit_codes_table() -> str:
 
 
 def findings_page() -> str:
-    """Return the table of findings, read from the calls of ``Finding(...)`` in the source."""
+    """Return exit codes, and findings as the calls of ``Finding(...)`` in the source have them."""
     rows = set()
     for path in SOURCE.rglob("*.py"):
         package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         for name, status, what in findings(ast.parse(path.read_text(encoding="utf-8"))):
             rows.add(f"| {package} | `{name}` | {status} | {escaped(what)} |")
-    return FINDINGS_HEAD + "\n".join(sorted(rows)) + "\n"
+    table = "\n".join(sorted(rows))
+    return f"{EXIT_CODES_HEAD}{exit_codes_table()}{FINDINGS_HEAD}{table}\n"
 
 
 def findings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
