@@ -64,7 +64,7 @@ def run(options: CheckOptions) -> int:
         resolved,
         Script(command=(PROBE,), module=True),
         name="check",
-        words=options.words,
+        command_line=options.command_line,
     )
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)

@@ -207,7 +207,7 @@ def _print(decision: Decision[tuple[Device, ...]], *, as_json: bool) -> int:
     return ExitCode.GOOD
 
 
-def _become(words: list[str], held: "HeldDevices") -> int:
+def _become(arguments: list[str], held: "HeldDevices") -> int:
     """Replace this process by the command, which keeps the claim until it exits."""
     environment = _changed(os.environ, variables_for(held.decision.value))
     output.say(held.decision.reason)
@@ -217,11 +217,11 @@ def _become(words: list[str], held: "HeldDevices") -> int:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execvpe(words[0], words, environment)
+        os.execvpe(arguments[0], arguments, environment)
     except OSError as error:
         held.release()
         raise Impossible(
-            f"cannot run {words[0]!r}",
+            f"cannot run {arguments[0]!r}",
             why=error.strerror or str(error),
             fix="check the command after the flags",
         ) from error

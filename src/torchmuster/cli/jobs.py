@@ -57,25 +57,25 @@ def job_from(
     script: Script,
     *,
     name: str,
-    words: tuple[str, ...],
+    command_line: tuple[str, ...],
     usual_restarts: int = 0,
     resume_with: tuple[str, ...] = (),
     time_limit_s: float | None = None,
 ) -> JobSpec:
-    """Build a job from flags and settings; ``words`` is the command line up to the script."""
+    """Build a job from flags and settings; ``command_line`` is what was typed up to the script."""
     settings = resolved.settings
     ids = settings.distributed.gpu_ids
     restarts = settings.launch.max_restarts
-    typed: tuple[str, ...] = (words[0],)
+    typed: tuple[str, ...] = (command_line[0],)
     if options.config is not None:
-        typed = (words[0], "--config", str(options.config))
+        typed = (command_line[0], "--config", str(options.config))
     return JobSpec(
         name=name,
         command=script.command,
         module=script.module,
         program=script.program,
         typed=typed,
-        flags=words[1:],
+        flags=command_line[1:],
         folder=str(Path.cwd()),
         device=device_of(options, resolved),
         ranks=_ranks(options, resolved),

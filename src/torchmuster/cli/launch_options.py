@@ -85,7 +85,7 @@ class HostOptions(DeviceOptions, RunsOptions, JsonOptions):
     """The hosts: over ssh or from Slurm."""
 
     # The arguments after muster, up to the script.
-    words: tuple[str, ...] = ()
+    command_line: tuple[str, ...] = ()
 
     hosts: tuple[str, ...] | None = flag(
         setting="launch.hosts",

@@ -75,15 +75,15 @@ def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
 
 def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
     """Wait until the run has started or is over; None if it has no state."""
-    began = said = time.monotonic()
+    began = reported_s = time.monotonic()
     while (now := time.monotonic()) - began < _STAY_S:
         gone = os.waitpid(child, os.WNOHANG)[0] != 0
         state = run_state.read_state(run)
         begun = ("waiting", "running")
         if gone or (state is not None and (state.phase in begun or not state.active)):
             return state
-        if now - said > _SAY_EVERY_S:
-            said = now
+        if now - reported_s > _SAY_EVERY_S:
+            reported_s = now
             phase = state.phase if state else "starting"
             output.say(f"muster: not running yet ({phase}); Ctrl-C detaches")
         time.sleep(0.05)
@@ -108,9 +108,9 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
     if not active:
         output.say(f"muster: already finished; to see its output: muster logs {run.id}")
         return ExitCode.GOOD
-    words = state.phase if state and state.phase in ("waiting", "running") else "starting"
-    output.say(f"muster: {words} in the background")
-    if words == "waiting":
+    phase = state.phase if state and state.phase in ("waiting", "running") else "starting"
+    output.say(f"muster: {phase} in the background")
+    if phase == "waiting":
         output.say("muster: to see its place in line: muster runs")
     output.say(f"muster: to follow it: muster logs {run.id} -f")
     output.say(f"muster: to stop it:   muster stop {run.id}")

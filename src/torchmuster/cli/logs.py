@@ -74,15 +74,15 @@ def show_log(run: RunFolder, rank: int) -> int:
     log = run.logs / f"rank-{rank}.log"
     if log.is_file():
         return _show_end(log)
-    kept = host_logs.host_of(run, rank)
-    if kept is None:
+    host_log = host_logs.host_of(run, rank)
+    if host_log is None:
         raise Impossible(
             f"{run.id} has no log of rank {rank}",
             why=f"{log} does not exist",
             fix=f"muster logs {run.id}  # shows the output of all ranks",
         )
     # Both come from a host that may have joined from elsewhere, and are to be pasted.
-    host, path = printable([kept.host]), printable([kept.path_of(rank)])
+    host, path = printable([host_log.host]), printable([host_log.path_of(rank)])
     raise Impossible(
         f"the log of rank {rank} is on its host: {host}:{path}",
         why="that host does not share the folder of this run",

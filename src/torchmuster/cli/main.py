@@ -145,7 +145,7 @@ def _run_command(own: Sequence[str], script: Sequence[str]) -> int:
     if command is None or command.options is None or command.run is None:
         parsed.parser.print_help()  # muster, or muster lab: the help says what is missing
         return ExitCode.IMPOSSIBLE
-    filled = {"words": tuple(own), "script": tuple(script)}
+    filled = {"command_line": tuple(own), "script": tuple(script)}
     names = {option.name for option in dataclasses.fields(command.options)}
     needed = {name: value for name, value in filled.items() if name in names}
     return int(command.run(read_options(command.options, parsed, **needed)))

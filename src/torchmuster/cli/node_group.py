@@ -82,10 +82,10 @@ def run_folder(group: NodeGroup, root: Path, spec: JobSpec) -> RunFolder:
     state = run_state.read_state(run)
     if state is not None and state.job_uid != group.job_uid:
         _check_same_run(run, state, before, spec)
-    said = state.headline if state is not None and not state.active else ""
-    words = f"the launcher on {before.launcher.host} is gone" + (f": {said}" if said else "")
-    _say_of_group(f"resuming in {run.path}: {words}")
-    run_state.log_event(run, run_state.RESTART, headline=words)
+    headline = state.headline if state is not None and not state.active else ""
+    text = f"the launcher on {before.launcher.host} is gone" + (f": {headline}" if headline else "")
+    _say_of_group(f"resuming in {run.path}: {text}")
+    run_state.log_event(run, run_state.RESTART, headline=text)
     return run
 
 
@@ -99,9 +99,9 @@ def _check_same_run(
             why=f"its launcher is on {before.launcher.host}",
             fix="stop that job, or give this one another name: --name NAME",
         )
-    words = redact_command(spec.command)
+    command = redact_command(spec.command)
     # muster train compares the settings itself; arguments about the run folder are at the end of the command.
-    if not run.config.is_file() and before.command[: len(words)] != words:
+    if not run.config.is_file() and before.command[: len(command)] != command:
         raise Impossible(
             f"{run.path} belongs to a job with another command",
             why=f"it ran {printable(before.shown)}; this job has the same name",
@@ -109,6 +109,6 @@ def _check_same_run(
         )
 
 
-def _say_of_group(words: str) -> None:
-    for line in words.splitlines():
+def _say_of_group(text: str) -> None:
+    for line in text.splitlines():
         output.say(f"muster: {line}")

@@ -218,7 +218,7 @@ def read_options(options: type[T], parsed: argparse.Namespace, **filled: object)
     return options(**values)
 
 
-def split_at_script(words: Sequence[str], options: type) -> tuple[list[str], list[str]]:
+def split_at_script(arguments: Sequence[str], options: type) -> tuple[list[str], list[str]]:
     """Split the arguments of a command into its flags and the script with its own arguments.
 
     The script is the first argument that is neither a flag nor the value of a flag, or what follows ``-m``
@@ -231,7 +231,7 @@ def split_at_script(words: Sequence[str], options: type) -> tuple[list[str], lis
             for name in (f"--{option.name.replace('_', '-')}", *info.aliases):
                 infos[name] = info
     own: list[str] = []
-    rest = list(words)
+    rest = list(arguments)
     while rest:
         word = rest[0]
         if word == "--":

@@ -114,7 +114,7 @@ def show_error(error: MusterError, *, as_json: bool) -> None:
     """Print an error: as a finding on stderr, or as JSON on stdout with ``--json``."""
     findings = finding.from_error(error)
     if as_json:
-        print_json({"findings": [one.as_json() for one in findings]})
+        print_json({"findings": [entry.as_json() for entry in findings]})
     else:
         show_findings(findings, sys.stderr)
 

@@ -171,11 +171,11 @@ def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
     hosts = parse_hosts(resolved.settings.launch.hosts or ())
     machines = answer.request.hardware.machines
     if hosts and len(hosts) != machines:
-        one = plural(machines, "machine")
+        planned = plural(machines, "machine")
         yield Finding(
             name="other-machines",
             status=Status.WARNING,
-            what=f"launch.hosts names {plural(len(hosts), 'host')}, but this plan is for {one}",
+            what=f"launch.hosts names {plural(len(hosts), 'host')}, but this plan is for {planned}",
             why=f"a plan ignores launch.hosts ({resolved.sources['launch.hosts'].where})",
             fix=f"--hardware {len(hosts)}x8xH100, with the number and type of GPUs of each host",
         )
@@ -215,7 +215,7 @@ def run(options: PlanOptions) -> int:
         found = _prove(options, answer)
     if options.json:
         document = plan_json(answer, line=line, settings=settings)
-        output.print_json({**document, "proof": [one.as_json() for one in found]})
+        output.print_json({**document, "proof": [finding.as_json() for finding in found]})
     elif found:
         output.print_text()
         output.show_findings(found, sys.stdout)

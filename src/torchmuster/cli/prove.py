@@ -31,30 +31,30 @@ def steps_number(text: str) -> int:
 
 def rank_counts(text: str) -> tuple[int, ...]:
     """Parse a comma list of numbers of ranks."""
-    words = text.split(",")
-    if not all(word.isdecimal() and 1 <= int(word) <= 64 for word in words):
+    values = text.split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= 64 for word in values):
         raise ValueError(f"{text!r} is not a list of numbers, such as 1,2,4")
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(sorted({int(word) for word in values}))
 
 
 def properties(text: str) -> tuple[str, ...]:
     """Parse a comma list of properties."""
-    words = tuple(text.split(","))
-    unknown = [word for word in words if word not in PROPERTIES]
+    values = tuple(text.split(","))
+    unknown = [word for word in values if word not in PROPERTIES]
     if unknown:
         raise ValueError(
             f"{unknown[0]!r} is not a property; write for example {','.join(PROPERTIES[:2])}"
         )
-    return words
+    return values
 
 
 def stops(text: str) -> tuple[str, ...]:
     """Parse a comma list of stops."""
-    words = tuple(text.split(","))
-    unknown = [word for word in words if word not in STOPS]
+    values = tuple(text.split(","))
+    unknown = [word for word in values if word not in STOPS]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not a stop; choose among {','.join(STOPS)}")
-    return words
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)

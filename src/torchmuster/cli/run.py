@@ -45,7 +45,7 @@ def run(options: RunOptions) -> int:
         resolved,
         script,
         name=jobs.job_name(options.name, resolved, script.name),
-        words=options.words,
+        command_line=options.command_line,
         resume_with=options.resume_with,
         time_limit_s=options.time_limit,
     )

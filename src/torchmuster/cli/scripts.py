@@ -29,57 +29,59 @@ class Script:
         return first.rpartition(".")[2] if self.module else Path(first).stem
 
 
-def script_of(words: Sequence[str], folder: Path) -> Script:
+def script_of(command: Sequence[str], folder: Path) -> Script:
     """Return the script of a command line after checking that it exists on this machine."""
-    if not words:
+    if not command:
         raise Impossible(
             "there is no script to run",
             why="a script is a file, or a module after -m",
             fix="muster run train.py",
         )
-    if words[0] in MODULE:
-        return Script(command=_module(words[1:], folder), module=True)
-    if words[0] == NO_PYTHON:
-        return Script(command=tuple(words[1:]), program=True)
-    path = folder / words[0]
+    if command[0] in MODULE:
+        return Script(command=_module(command[1:], folder), module=True)
+    if command[0] == NO_PYTHON:
+        return Script(command=tuple(command[1:]), program=True)
+    path = folder / command[0]
     if path.is_dir():
         raise Impossible(
-            f"{words[0]!r} is a folder, not a script",
+            f"{command[0]!r} is a folder, not a script",
             why="Muster runs a single file, as python does",
-            fix=f"give the file in it: muster run {Path(words[0]) / 'train.py'}",
+            fix=f"give the file in it: muster run {Path(command[0]) / 'train.py'}",
         )
     if not path.is_file():
         fix = "check the name; flags of muster come before the script, its own after it; lists have commas: --hosts a,b"
-        if (folder / f"{words[0]}.py").is_file():
-            fix = f"muster run {words[0]}.py"
-        raise Impossible(f"there is no script {words[0]!r}", why=f"{path} does not exist", fix=fix)
-    _refuse_dry_run(words, path)
-    return Script(command=tuple(words))
+        if (folder / f"{command[0]}.py").is_file():
+            fix = f"muster run {command[0]}.py"
+        raise Impossible(
+            f"there is no script {command[0]!r}", why=f"{path} does not exist", fix=fix
+        )
+    _refuse_dry_run(command, path)
+    return Script(command=tuple(command))
 
 
-def _refuse_dry_run(words: Sequence[str], path: Path) -> None:
+def _refuse_dry_run(command: Sequence[str], path: Path) -> None:
     """Refuse ``--dry-run`` after a script that does not mention it: nothing was to be started."""
-    if STARTS_NOTHING not in words:
+    if STARTS_NOTHING not in command:
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     if STARTS_NOTHING not in text and "dry_run" not in text:
         raise Impossible(
-            f"--dry-run is after {words[0]}, so it belongs to the script",
-            why=f"flags of muster come before the script; {words[0]} does not mention --dry-run",
-            fix=f"muster run --dry-run … {words[0]} …",
+            f"--dry-run is after {command[0]}, so it belongs to the script",
+            why=f"flags of muster come before the script; {command[0]} does not mention --dry-run",
+            fix=f"muster run --dry-run … {command[0]} …",
         )
 
 
-def _module(words: Sequence[str], folder: Path) -> tuple[str, ...]:
-    if not words:
+def _module(command: Sequence[str], folder: Path) -> tuple[str, ...]:
+    if not command:
         raise Impossible("there is no module after -m", fix="muster run -m package.module")
     # Only the first part: to check more, Python would have to run the package's code.
-    package = words[0].partition(".")[0]
+    package = command[0].partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(package, [str(folder)])
     if here is None and (not package or importlib.util.find_spec(package) is None):
         raise Impossible(
-            f"there is no module {words[0]!r}",
+            f"there is no module {command[0]!r}",
             why=f"{package!r} is neither in {folder} nor installed for this Python",
             fix="check the name; write the module with dots, without .py: -m package.module",
         )
-    return tuple(words)
+    return tuple(command)

@@ -84,7 +84,7 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     if here.restarts:
         requeued = f", requeued {plural(here.restarts, 'time')}"
     output.say(f"muster: in Slurm job {here.job} with {len(here.nodes)} nodes{requeued}")
-    return SrunTransport(here, on_event=lambda words: output.say(f"muster: {words}"))
+    return SrunTransport(here, on_event=lambda text: output.say(f"muster: {text}"))
 
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
@@ -101,12 +101,18 @@ def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
 
 def _command_inside(options: HostOptions, script: Sequence[str]) -> list[str]:
     """Return the command line for the job: this one, without the flags of the submission."""
-    return [sys.executable, "-m", "torchmuster", *_without_submission(options.words), *script]
+    return [
+        sys.executable,
+        "-m",
+        "torchmuster",
+        *_without_submission(options.command_line),
+        *script,
+    ]
 
 
-def _without_submission(words: Sequence[str]) -> list[str]:
+def _without_submission(arguments: Sequence[str]) -> list[str]:
     inside: list[str] = []
-    remaining = iter(words)
+    remaining = iter(arguments)
     for word in remaining:
         flag, equals, value = word.partition("=")
         if flag in ("--slurm", "--detach", "--dry-run"):

@@ -49,7 +49,7 @@ class StopOptions(WhichRunOptions):
 )
 def run(options: StopOptions) -> int:
     """Stop the run."""
-    folder = choose_run(options.which, options.runs, "running", only_one=True)
+    folder = choose_run(options.which, options.runs, "running", refuse_several=True)
     refuse_foreign(folder, "stop")
     return stop_run(folder, within_s=options.within)
 
@@ -83,8 +83,8 @@ def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
     _sweep(run, job)
     now = run_state.read_state(run)
     saved = active and now is not None and now.phase == "saved"
-    words = f"has stopped: {now.headline}" if saved and now else _how_it_ended(state)
-    output.say(f"muster: {run.id} {words}")
+    outcome = f"has stopped: {now.headline}" if saved and now else _how_it_ended(state)
+    output.say(f"muster: {run.id} {outcome}")
     return ExitCode.GOOD
 
 
@@ -123,7 +123,7 @@ def _end_stop(process: psutil.Process, run: RunFolder, within_s: float) -> None:
 
 
 def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None:
-    began = said = time.monotonic()
+    began = reported_s = time.monotonic()
     killed = False
     # A process that has exited stays a zombie until its parent waits for it.
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -136,8 +136,8 @@ def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None
                 f"muster: {run.id} did not stop within {within_s:.0f} s; killing its launcher"
             )
             process.kill()
-        elif now - said > _SAY_EVERY_S:
-            said = now
+        elif now - reported_s > _SAY_EVERY_S:
+            reported_s = now
             output.say(f"muster: waiting for {run.id} to stop ({now - began:.0f} s)")
         time.sleep(0.05)
 

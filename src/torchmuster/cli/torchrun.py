@@ -70,23 +70,23 @@ DONE_OTHERWISE = {
 
 def translated(options: RunOptions) -> RunOptions:
     """Return the options of the same run without launchers in front of the script."""
-    words = list(options.script)
-    if not words or (Path(words[0]).is_file() and "/" not in words[0]):
+    command = list(options.script)
+    if not command or (Path(command[0]).is_file() and "/" not in command[0]):
         return options
-    if ASSIGNMENT.fullmatch(words[0]):
+    if ASSIGNMENT.fullmatch(command[0]):
         raise Impossible(
-            f"{words[0].partition('=')[0]}=… is in front of the script",
+            f"{command[0].partition('=')[0]}=… is in front of the script",
             why="the shell sets variables in front of a whole command",
-            fix=f"put it in front of muster, or: muster run --env {shlex.quote(words[0])} …",
+            fix=f"put it in front of muster, or: muster run --env {shlex.quote(command[0])} …",
         )
-    name = Path(words[0]).name
+    name = Path(command[0]).name
     if PYTHON.fullmatch(name):
-        words = _without_python(words)
-        name = words[0]
-        if name == "-m" and len(words) > 1:
-            module = "accelerate" if words[1].startswith("accelerate.") else words[1]
+        command = _without_python(command)
+        name = command[0]
+        if name == "-m" and len(command) > 1:
+            module = "accelerate" if command[1].startswith("accelerate.") else command[1]
             if module in (*TORCHRUN, *OTHERS):
-                words = words[1:]
+                command = command[1:]
                 name = module
     if name in OTHERS:
         raise Impossible(
@@ -95,36 +95,36 @@ def translated(options: RunOptions) -> RunOptions:
             fix=OTHERS[name],
         )
     if name in TORCHRUN:
-        return _from_torchrun(options, words[1:])
-    return dataclasses.replace(options, script=tuple(words))
+        return _from_torchrun(options, command[1:])
+    return dataclasses.replace(options, script=tuple(command))
 
 
-def _without_python(words: Sequence[str]) -> list[str]:
+def _without_python(command: Sequence[str]) -> list[str]:
     """Return what an interpreter would run, after checking that it is the one of the ranks."""
-    path = shutil.which(words[0])
+    path = shutil.which(command[0])
     here = Path(sys.executable).parent.resolve()
-    if "/" in words[0] and (path is None or Path(path).parent.resolve() != here):
+    if "/" in command[0] and (path is None or Path(path).parent.resolve() != here):
         raise Impossible(
-            f"muster run starts ranks with {sys.executable}, not with {words[0]}",
+            f"muster run starts ranks with {sys.executable}, not with {command[0]}",
             why="ranks run with the Python that torchmuster is installed in",
-            fix=f"{words[0]} -m pip install torchmuster, then {words[0]} -m torchmuster run …",
+            fix=f"{command[0]} -m pip install torchmuster, then {command[0]} -m torchmuster run …",
         )
-    rest = list(words[1:])
+    rest = list(command[1:])
     while rest[:1] == ["-u"]:  # ranks are always unbuffered
         rest = rest[1:]
     if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
         raise Impossible(
-            f"there is no script or module after {' '.join([words[0], *rest[:1]])}",
+            f"there is no script or module after {' '.join([command[0], *rest[:1]])}",
             why="Muster starts the Python of each rank itself",
             fix="muster run train.py; flags of Python are variables, too: --env PYTHON…=…",
         )
     return rest
 
 
-def _parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _parse(command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the flags of torchrun that were given, and the script; exit as torchrun does on a mistake."""
     result = subprocess.run(
-        [sys.executable, str(PARSER), *words], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, str(PARSER), *command], stdout=subprocess.PIPE, text=True, check=False
     )
     if result.returncode != 0 or not result.stdout.startswith("{"):
         output.print_text(result.stdout, end="")  # --help
@@ -133,9 +133,9 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return parsed["given"], parsed["script"]
 
 
-def _from_torchrun(options: RunOptions, words: Sequence[str]) -> RunOptions:
+def _from_torchrun(options: RunOptions, command: Sequence[str]) -> RunOptions:
     """Return the options with those of torchrun; the flags of muster override them."""
-    given, script = _parse(words)
+    given, script = _parse(command)
     for name, (why, fix) in REFUSED.items():
         if name in given:
             raise Impossible(f"{_flag(name)} is not supported", why=why, fix=fix)

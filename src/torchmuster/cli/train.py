@@ -131,7 +131,7 @@ def _job(options: TrainOptions, resolved: Resolved) -> JobSpec:
         resolved,
         Script(command=command, module=True),
         name=jobs.job_name(options.name, resolved, "train"),
-        words=options.words,
+        command_line=options.command_line,
         usual_restarts=jobs.USUAL_RESTARTS,
         time_limit_s=options.time_limit,
     )

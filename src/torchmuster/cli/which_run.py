@@ -20,10 +20,12 @@ _MOST_NAMED = 3
 _LAUNCHED_WITHIN_S = 5.0
 
 
-def choose_run(which: str | None, root: Path, kind: Kind, *, only_one: bool = False) -> RunFolder:
+def choose_run(
+    which: str | None, root: Path, kind: Kind, *, refuse_several: bool = False
+) -> RunFolder:
     """Find a run by id or folder, or the last one of a kind; print which one was taken, and why.
 
-    ``only_one`` refuses to choose between several running ones if no run is named.
+    ``refuse_several`` refuses to choose between several running ones if no run is named.
     """
     if which is not None and (which != "last" or RunFolder(Path(which).resolve()).marker.is_file()):
         return find_run(which, root)
@@ -36,17 +38,17 @@ def choose_run(which: str | None, root: Path, kind: Kind, *, only_one: bool = Fa
     if kind in ("training", "resume"):
         run, why = _last_trained(runs, root, of_muster_train=kind == "resume")
     else:
-        run, why = _last(runs, kind, only_one=only_one and which is None)
+        run, why = _last(runs, kind, refuse_several=refuse_several and which is None)
     output.say(f"muster: {run.id}: {why}")
     return run
 
 
-def _last(runs: Sequence[RunFolder], kind: Kind, *, only_one: bool) -> tuple[RunFolder, str]:
+def _last(runs: Sequence[RunFolder], kind: Kind, *, refuse_several: bool) -> tuple[RunFolder, str]:
     running = [run for run in runs if _is_active(run)]
     if kind == "newest":
-        others = [run.id for run in running if run != runs[0]]
-        return runs[0], f"the newest run{f'; {others[0]} is running' if others else ''}"
-    if len(running) > 1 and only_one:
+        running_ids = [run.id for run in running if run != runs[0]]
+        return runs[0], f"the newest run{f'; {running_ids[0]} is running' if running_ids else ''}"
+    if len(running) > 1 and refuse_several:
         raise Impossible(
             f"{len(running)} runs are running",
             why=", ".join(run.id for run in running[:_MOST_NAMED]),

@@ -21,7 +21,7 @@ SPEC = JobSpec(name="x", command=("x.py",), folder="/x", spares=2)
 def run_options(*words: str) -> RunOptions:
     own, script = split_at_script(words, RunOptions)
     parsed = main.root_parser(only="run").parse_args(["run", *own])
-    return read_options(RunOptions, parsed, words=("run", *own), script=tuple(script))
+    return read_options(RunOptions, parsed, command_line=("run", *own), script=tuple(script))
 
 
 @pytest.mark.parametrize(

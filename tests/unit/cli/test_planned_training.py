@@ -54,7 +54,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Follow:
 
     def call(*words: str) -> tuple[TrainOptions, Resolved]:
         typed = ("--config", "c.yaml", "--plan", *words)
-        options = options_from(TrainOptions, *typed, words=("train",))
+        options = options_from(TrainOptions, *typed, command_line=("train",))
         options, _ = planned_training.follow_plan(options, settings_of(options))
         return options, settings_of(options)
 

@@ -61,9 +61,9 @@ def test_running_before_newer(root: Path, capsys: pytest.CaptureFixture[str]) ->
     third = made(root, "run", "running")
     assert chosen(root, "running") == third.id
     with pytest.raises(Impossible) as caught:
-        choose_run(None, root, "running", only_one=True)
+        choose_run(None, root, "running", refuse_several=True)
     assert third.id in caught.value.fix
-    assert choose_run("last", root, "running", only_one=True).id == third.id
+    assert choose_run("last", root, "running", refuse_several=True).id == third.id
 
 
 def test_checks_and_smoke_tests_do_not_count(root: Path) -> None:
