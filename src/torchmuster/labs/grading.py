@@ -44,16 +44,9 @@ _TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception r
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an exercise: the name of the mistake (none if correct), and the evidence."""
+    """The result of an exercise, on one rank or on all: the name of the mistake (none if correct), and the evidence."""
 
     exercise: str
-    mistake: str = ""
-    seen: str = ""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an exercise on one rank."""
-
     mistake: str = ""
     seen: str = ""
 
@@ -93,8 +86,7 @@ def grade(
                 ranks=exercise.ranks,
                 joined=exercise.joined and exercise.ranks > 1,
             )
-            outcome = _most_informative(_run(task, deadline_s, say))
-        verdicts.append(Verdict(exercise=name, mistake=outcome.mistake, seen=outcome.seen))
+            verdicts.append(_most_informative(_run(task, deadline_s, say)))
     return tuple(verdicts)
 
 
@@ -130,7 +122,7 @@ def _be_learner(rank: int, task: Task) -> None:
     run_exercise(rank, task)
 
 
-def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Outcome]:
+def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Verdict]:
     """Run one exercise; ranks beyond the deadline are killed, and count as hanging."""
     folder = Path(task.folder)
     (folder / "scratch").mkdir()
@@ -146,7 +138,7 @@ def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Outc
         environment={},
     )
     with forked_ranks.started(program) as processes:
-        outcomes = _wait(processes, folder, deadline_s, say)
+        outcomes = _wait(processes, task, deadline_s, say)
         missing = [rank for rank in range(task.ranks) if rank not in outcomes]
         outcomes |= _hanging(missing, processes, outcomes, task)
     return [
@@ -155,23 +147,24 @@ def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Outc
 
 
 def _wait(
-    processes: Sequence[BaseProcess], folder: Path, deadline_s: float, say: Callable[[str], None]
-) -> dict[int, Outcome]:
+    processes: Sequence[BaseProcess], task: Task, deadline_s: float, say: Callable[[str], None]
+) -> dict[int, Verdict]:
     """Wait until each rank has a result, or until the deadline."""
     began_s = said_s = time.monotonic()
     end_s = began_s + deadline_s
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, Verdict] = {}
     while len(outcomes) < len(processes) and time.monotonic() < end_s:
         for rank, process in enumerate(processes):
             if rank in outcomes:
                 continue
             alive = process.is_alive()  # before reading: it may write its file and die in between
-            outcome = _outcome_of(folder, rank)
+            outcome = _outcome_of(Path(task.folder), rank)
             if outcome is None and alive:
                 continue
             if outcome is None:
                 end = forked_ranks.end_text(process)
-                outcome = Outcome(mistake="died", seen=f"rank {rank}: {end}")
+                seen = f"rank {rank}: {end}"
+                outcome = Verdict(exercise=task.exercise, mistake="died", seen=seen)
             outcomes[rank] = outcome
             patience_s = deadline_s * _AFTER_THE_FIRST
             if outcome.mistake not in ("", "wrong-value"):
@@ -189,9 +182,9 @@ def _wait(
 def _hanging(
     ranks: Sequence[int],
     processes: Sequence[BaseProcess],
-    outcomes: dict[int, Outcome],
+    outcomes: dict[int, Verdict],
     task: Task,
-) -> dict[int, Outcome]:
+) -> dict[int, Verdict]:
     """Return outcomes for the ranks without a result, with the line where each one is."""
     for rank in ranks:
         os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # it writes its stack
@@ -208,13 +201,13 @@ def _hanging(
         mistake = "hangs"
         if has_mistake and not line:  # it waits in the test for a rank with a mistake
             mistake = "waits"
-        found[rank] = Outcome(mistake=mistake, seen=seen)
+        found[rank] = Verdict(exercise=task.exercise, mistake=mistake, seen=seen)
     return found
 
 
-def _outcome_of(folder: Path, rank: int) -> Outcome | None:
+def _outcome_of(folder: Path, rank: int) -> Verdict | None:
     try:
-        return msgspec.json.decode((folder / f"outcome-{rank}.json").read_bytes(), type=Outcome)
+        return msgspec.json.decode((folder / f"outcome-{rank}.json").read_bytes(), type=Verdict)
     except FileNotFoundError:
         return None
 
@@ -228,10 +221,10 @@ def _learners_line(stack: Path, file: Path) -> str:
     return f"at {file.name}:{match[1]}, in {match[2]}"
 
 
-def _most_informative(outcomes: Sequence[Outcome]) -> Outcome:
+def _most_informative(outcomes: Sequence[Verdict]) -> Verdict:
     """Return a named mistake before its consequences, and any mistake before success."""
 
-    def order(outcome: Outcome) -> int:
+    def order(outcome: Verdict) -> int:
         if not outcome.mistake:
             return len(_CONSEQUENCES)
         if outcome.mistake in _CONSEQUENCES:
@@ -241,7 +234,7 @@ def _most_informative(outcomes: Sequence[Outcome]) -> Outcome:
     return min(outcomes, key=order)
 
 
-def _with_output(outcome: Outcome, log: Path, rank: int) -> Outcome:
+def _with_output(outcome: Verdict, log: Path, rank: int) -> Verdict:
     """Append what a rank printed, if there is a mistake: learners debug by printing."""
     if not outcome.mistake:
         return outcome

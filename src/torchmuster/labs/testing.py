@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from torchmuster.finding import render
 from torchmuster.labs import grading
-from torchmuster.labs.grading import Outcome, Task
+from torchmuster.labs.grading import Task, Verdict
 from torchmuster.labs.lesson import lesson
 from torchmuster.labs.torch_private import TorchDispatchMode
 from torchmuster.labs.torch_private import forward_hooks as forward_hooks
@@ -33,6 +33,7 @@ from torchmuster.runfolder import write_atomically
 
 torch.compiler.reset()  # imports torch's compiler, a second that each rank's first optimizer would take
 
+ROUNDING = 1e-4
 _MESSAGE_LINES = 6  # of an error, after its first line
 _LOOK_EVERY_S = 0.005
 
@@ -60,17 +61,52 @@ def require(good: bool, otherwise: str, seen: str = "") -> None:
         raise Mistake(otherwise, seen)
 
 
-def compare(value: Any, expected: Any, what: str, otherwise: str = "wrong-value") -> None:
-    """Stop the test unless a number or tensor has the expected value, within rounding."""
+def compare(
+    value: Any,
+    expected: Any,
+    what: str,
+    known: Mapping[str, Any] | None = None,
+    *,
+    rtol: float = ROUNDING,
+) -> None:
+    """Stop the test unless a result is as expected, within rounding.
+
+    ``known`` are mistakes, each with the result that it gives.
+    """
+    if is_close(value, expected, rtol=rtol):
+        return
     seen = f"{what} gave {_short(value)}, expected {_short(expected)}"
-    require(is_close(value, expected), otherwise, seen)
+    for name, result in (known or {}).items():
+        require(not is_close(value, result, rtol=rtol), name, seen)
+    mistake("wrong-value", seen)
 
 
-def is_close(value: Any, other: Any, *, rtol: float = 1e-4) -> bool:
-    """Return whether two numbers or tensors of one shape agree within rounding."""
-    left = torch.as_tensor(value, dtype=torch.float64)
-    right = torch.as_tensor(other, dtype=torch.float64)
+def is_close(value: Any, other: Any, *, rtol: float = ROUNDING) -> bool:
+    """Return whether two numbers or tensors of one shape agree within rounding; other values if they are equal."""
+    try:
+        left = torch.as_tensor(value, dtype=torch.float64)
+        right = torch.as_tensor(other, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return bool(value == other)
     return left.shape == right.shape and torch.allclose(left, right, rtol=rtol, atol=1e-6)
+
+
+@contextmanager
+def without(otherwise: str, *errors: type[Exception]) -> Iterator[None]:
+    """Stop the test with a mistake if the learner's code raises one of these errors."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except errors as error:
+        mistake(otherwise, f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _short(value: Any) -> str:
@@ -170,24 +206,25 @@ def run_exercise(rank: int, task: Task) -> None:
         signal.pause()
 
 
-def _outcome(rank: int, task: Task) -> Outcome:
+def _outcome(rank: int, task: Task) -> Verdict:
     file = Path(task.file)
     scratch = Path(task.folder) / "scratch"
     submission = Submission(file=file, rank=rank, world_size=task.ranks, folder=scratch)
+    name, seen = "", ""
     try:
         test = getattr(_load(Path(task.tests)), f"test_{task.exercise}").test
         if task.joined:
             dist.init_process_group("gloo")
         test(submission)
-        return Outcome()
     except Mistake as error:
-        return Outcome(mistake=error.name, seen=error.seen)
+        name, seen = error.name, error.seen
     except NotImplementedError as error:
-        return Outcome(mistake="not-done", seen=_line(error, file).lstrip())
+        name, seen = "not-done", _line(error, file).lstrip()
     except (SystemExit, KeyboardInterrupt) as error:
-        return Outcome(mistake="ended", seen=f"{type(error).__name__}{_line(error, file)}")
+        name, seen = "ended", f"{type(error).__name__}{_line(error, file)}"
     except BaseException as error:
-        return Outcome(mistake="raised", seen=_raised(error, file))
+        name, seen = "raised", _raised(error, file)
+    return Verdict(exercise=task.exercise, mistake=name, seen=seen)
 
 
 def _load(file: Path) -> ModuleType:

@@ -6,9 +6,10 @@ import linecache
 import pprint
 import tokenize
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchmuster.notebook.messages import Done, Run
 
 # Also identifies frames of cells. Without a leading "<": hang reports show such file names.
 CELL = "cell-"
@@ -18,33 +19,24 @@ _WIDTH = 88
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellOutcome:
-    """The result of a cell."""
-
-    value: str = ""
-    error: str = ""
-    interrupted: bool = False
-
-
-def run_cell(code: str, name: str, space: dict[str, Any]) -> CellOutcome:
+def run_cell(request: Run, space: dict[str, Any]) -> Done:
     """Run a cell in the namespace of the earlier cells."""
+    code, name = request.code, request.name
+    done = Done(request=request.request)
     # So that tracebacks, inspect and hang reports find its lines.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         statements, last = _parsed(code, name)
         exec(compile(statements, name, "exec"), space)  # noqa: S102  # code of the notebook's user
-        if last is None:
-            return CellOutcome()
-        value = eval(compile(last, name, "eval"), space)  # noqa: S307  # the same
-        if value is None:
-            return CellOutcome()
-        space["_"] = value
-        return CellOutcome(value=_text_of(value))
-    except KeyboardInterrupt as error:
-        return CellOutcome(error=_message(error), interrupted=True)
+        if last is not None:
+            value = eval(compile(last, name, "eval"), space)  # noqa: S307  # the same
+            if value is not None:
+                space["_"] = value
+                done.value = _text_of(value)
     except BaseException as error:  # a cell must not stop its rank, not even with sys.exit
-        return CellOutcome(error=_message(error))
+        done.error = _message(error)
+        done.interrupted = isinstance(error, KeyboardInterrupt)
+    return done
 
 
 def _parsed(code: str, name: str) -> tuple[ast.Module, ast.Expression | None]:

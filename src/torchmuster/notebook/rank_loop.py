@@ -93,22 +93,17 @@ class RankLoop:
         logged = _log_bytes()
         self._busy = True
         try:
-            outcome = cell.run_cell(request.code, request.name, self._space)
+            done = cell.run_cell(request, self._space)
         except KeyboardInterrupt:  # after the cell had finished
-            outcome = cell.CellOutcome(error="KeyboardInterrupt", interrupted=True)
+            done = Done(request=request.request, error="KeyboardInterrupt", interrupted=True)
         finally:
             self._busy = False
         with contextlib.suppress(Exception):
             for stream in (sys.__stdout__, sys.__stderr__):
                 if stream is not None:
                     stream.flush()
-        return Done(
-            request=request.request,
-            value=outcome.value,
-            error=outcome.error,
-            interrupted=outcome.interrupted,
-            wrote_to_log=_log_bytes() != logged,
-        )
+        done.wrote_to_log = _log_bytes() != logged
+        return done
 
     def _interrupted(self, *_: object) -> None:
         if self._busy:  # otherwise the cell has already finished

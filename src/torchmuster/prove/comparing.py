@@ -35,6 +35,19 @@ class Difference:
     keys: tuple[str, ...] = ()  # of the checkpoint
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What two runs have in common: nothing if ``difference`` or ``why_not`` is set.
+
+    ``apart`` is the largest relative difference of norms in the compared ``steps``, by rounding.
+    """
+
+    difference: Difference | None = None
+    why_not: str = ""  # they cannot be compared
+    apart: float = 0.0
+    steps: int = 0
+
+
 Change = tuple[str, str]  # the kind of a difference, and its text
 
 
@@ -151,15 +164,9 @@ def _state_changes(expected: dict[str, str], state: dict[str, str]) -> list[Chan
 # ---- a resumed run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """How a resumed run differs from the undisturbed one; ``rounding`` is the largest relative difference of norms."""
-
-    difference: Difference | None = None
-    rounding: float = 0.0
-
-
-def compare_resumed(baseline: TrialRecord, trial: "ResumeTrial", *, exact: bool = True) -> Resumed:
+def compare_resumed(
+    baseline: TrialRecord, trial: "ResumeTrial", *, exact: bool = True
+) -> Comparison:
     """Find the first thing in which a resumed run differs from the undisturbed one.
 
     DDP adds up gradients in another order in the first step of a process; with more than two ranks this changes the last
@@ -180,7 +187,26 @@ def compare_resumed(baseline: TrialRecord, trial: "ResumeTrial", *, exact: bool 
         if trial.stop.name == "save-killed" and kind in _TORN:
             kind = "torn-checkpoint"
         change = (kind, f"{after}, {what}")
-        return Resumed(difference=_difference("resume", max(start, 1), [change], save=save))
+        return Comparison(difference=_difference("resume", max(start, 1), [change], save=save))
+    compared = _compare_steps(baseline, resumed, start, save, exact=exact)
+    last = start + resumed.steps
+    if compared.difference is None and last < baseline.steps:
+        change = ("ended-early", f"the script exited after step {last} of {baseline.steps}")
+        if resumed.trouble:
+            change = ("resume-failed", f"it failed after step {last}: {_first_line(resumed)}")
+        return Comparison(difference=_difference("resume", last, [change], save=save))
+    return compared
+
+
+def _compare_steps(
+    baseline: TrialRecord,
+    resumed: TrialRecord,
+    start: int,
+    save: EventRecord | None,
+    *,
+    exact: bool,
+) -> Comparison:
+    """Compare the steps of a resumed run with those of the undisturbed one, from ``start`` on."""
     rounding = 0.0
     tolerance = ROUNDING.get(baseline.dtype, ROUNDING["float32"])
     drawn = _generators_drawn_from(baseline, resumed)
@@ -207,14 +233,8 @@ def compare_resumed(baseline: TrialRecord, trial: "ResumeTrial", *, exact: bool 
                 at = start + number + 1
                 changes[0] = (kind, f"resumed from step {start}, step {at}: {what}")
                 difference = _difference("resume", at, changes, rank, save)
-                return Resumed(difference=difference, rounding=rounding)
-    last = start + resumed.steps
-    if last < baseline.steps:
-        change = ("ended-early", f"the script exited after step {last} of {baseline.steps}")
-        if resumed.trouble:
-            change = ("resume-failed", f"it failed after step {last}: {_first_line(resumed)}")
-        return Resumed(difference=_difference("resume", last, [change], save=save))
-    return Resumed(rounding=rounding)
+                return Comparison(difference=difference)
+    return Comparison(apart=rounding, steps=resumed.steps)
 
 
 def _start_problem(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchmuster.prove.comparing import GROWTH, ROUNDING, Difference
+from torchmuster.prove.comparing import GROWTH, ROUNDING, Comparison, Difference
 from torchmuster.prove.records import MicroBatch, RankRecord, TrialRecord
 
 _NEAR = 0.3  # a factor is that of the ranks if it is so much nearer to it than to 1, as logarithms
@@ -178,35 +178,18 @@ class Variation:
     count: int
     ranks: int
     arguments: tuple[str, ...]  # of the script
-    is_accumulation: bool = False
-
-    @property
-    def check(self) -> str:
-        """The name of the check that compares it with the first variation."""
-        if self.is_accumulation:
-            return "accumulation"
-        return self.name.replace(" ", "-")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """How well two runs with the same global batch agree."""
-
-    largest: float  # relative difference of gradient norms
-    steps: int
-    difference: Difference | None = None
-    why_not: str = ""  # they cannot be compared
+    check: str  # the name of the check that compares it with the first variation
 
 
 def compare_scaled(
     few: TrialRecord, many: TrialRecord, first: Variation, second: Variation
-) -> Scaling:
+) -> Comparison:
     """Compare the runs of two variations, which must have the same gradients."""
     largest = 0.0
     for step in range(min(few.steps, many.steps)):
         if few.samples(step) != many.samples(step):
             why = f"step {step + 1} has other samples with {second.name} than with {first.name}"
-            return Scaling(largest=largest, steps=step, why_not=why)
+            return Comparison(why_not=why)
         expected, norm = few.gradient_norm(step), many.gradient_norm(step)
         apart = abs(expected - norm) / max(expected, norm, 1e-300)
         largest = max(largest, apart)
@@ -218,10 +201,10 @@ def compare_scaled(
         parameters = few.ranks[0].parameters
         if parameters is not None and parameters.layers:
             why = f"{', '.join(parameters.layers)} computes with the samples of one rank"
-            return Scaling(largest=largest, steps=step, why_not=why)
+            return Comparison(why_not=why)
         difference = _scaling_difference(expected, norm, step, first, second)
-        return Scaling(largest=largest, steps=step + 1, difference=difference)
-    return Scaling(largest=largest, steps=min(few.steps, many.steps))
+        return Comparison(difference=difference)
+    return Comparison(apart=largest, steps=min(few.steps, many.steps))
 
 
 def _scaling_difference(
@@ -237,7 +220,7 @@ def _scaling_difference(
     ratio = second.count / first.count
     if _is_near(factor, ratio) or _is_near(factor, 1 / ratio):
         kind = "gradient-scale"
-        if second.is_accumulation:
+        if second.check == "accumulation":
             kind = "accumulation-scale"
         return _of_ranks(kind, step + 1, f"{what}: a factor of {factor:.3g}")
     what += f": {100 * abs(factor - 1):.2g} % apart"

@@ -8,7 +8,7 @@ from typing import Literal
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.prove import comparing, comparing_ranks
-from torchmuster.prove.comparing import Difference
+from torchmuster.prove.comparing import Comparison, Difference
 from torchmuster.prove.comparing_ranks import Variation
 from torchmuster.prove.explanations import finding_of
 from torchmuster.prove.records import TrialRecord
@@ -108,8 +108,17 @@ class Prover:
 
     # ---- results
 
+    def _conclude(self, name: str, comparison: Comparison, equal: str) -> None:
+        if comparison.why_not:
+            self._untested(name, "the runs cannot be compared", comparison.why_not)
+        elif comparison.difference is not None:
+            self._differs(name, comparison.difference)
+        else:
+            self._passed(name, equal)
+
     def _passed(self, name: str, what: str) -> None:
-        finding = Finding(name=f"prove-{name}", status=Status.OK, what=what)
+        text = f"{name.partition('.')[0]}: {what}"
+        finding = Finding(name=f"prove-{name}", status=Status.OK, what=text)
         self.proof.results.append(Result(name=name, outcome="pass", finding=finding))
 
     def _untested(self, name: str, what: str, why: str, fix: str = "") -> None:
@@ -149,7 +158,7 @@ class Prover:
         if difference is not None:
             self._differs("determinism", difference)
             return False
-        what = f"determinism: two runs are bitwise equal in all {baseline.steps} steps"
+        what = f"two runs are bitwise equal in all {baseline.steps} steps"
         self._passed("determinism", what)
         return True
 
@@ -181,19 +190,13 @@ class Prover:
                 self._untested(name, what, "no steps are left to compare")
                 continue
             resumed = comparing.compare_resumed(baseline, trial, exact=exact)
-            if resumed.difference is not None:
-                self._differs(name, resumed.difference)
-                continue
             equal = "equal in data and learning rate"
-            if resumed.rounding:
-                equal = f"equal up to rounding ({resumed.rounding:.0e})"
+            if resumed.apart:
+                equal = f"equal up to rounding ({resumed.apart:.0e})"
             elif exact:
                 equal = "bitwise equal"
-            self._passed(
-                name,
-                f"resume: stopped after step {stop.after_step} by {HOW[stop.name]}, "
-                f"resumed from step {trial.newest_step}: {equal}",
-            )
+            what = f"stopped after step {stop.after_step} by {HOW[stop.name]}, "
+            self._conclude(name, resumed, f"{what}resumed from step {trial.newest_step}: {equal}")
 
     def _prove_ranks(self, baseline: TrialRecord) -> None:
         differences = comparing_ranks.compare_ranks(baseline)
@@ -207,7 +210,7 @@ class Prover:
         if len(baseline.ranks) > 1:
             ranks = len(baseline.ranks)
             what = f"{ranks} ranks read different samples, and have equal weights after each step"
-        self._passed("ranks.replicas", f"ranks: {what}")
+        self._passed("ranks.replicas", what)
 
     # ---- the same global batch on other numbers of ranks, and with more accumulation
 
@@ -223,16 +226,8 @@ class Prover:
         expected = self._trials.run_variation(first)
         for variation in more:
             record = self._trials.run_variation(variation)
-            scaling = comparing_ranks.compare_scaled(expected, record, first, variation)
-            name = f"ranks.{variation.check}"
-            pair = f"{variation.name} and {first.name}"
-            if scaling.why_not:
-                self._untested(name, pair, scaling.why_not)
-            elif scaling.difference is not None:
-                self._differs(name, scaling.difference)
-            else:
-                self._passed(
-                    name,
-                    f"ranks: {pair} give the same gradients in {plural(scaling.steps, 'step')} "
-                    f"(norms differ by at most {scaling.largest:.1e})",
-                )
+            comparison = comparing_ranks.compare_scaled(expected, record, first, variation)
+            same = f"{variation.name} and {first.name} give the same gradients"
+            steps, apart = plural(comparison.steps, "step"), comparison.apart
+            text = f"{same} in {steps} (norms differ by at most {apart:.1e})"
+            self._conclude(f"ranks.{variation.check}", comparison, text)

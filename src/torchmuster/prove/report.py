@@ -1,6 +1,5 @@
 """The result of a proof: one screen, a page and JSON."""
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,9 +119,6 @@ def proof_page(proof: Proof) -> str:
                     title, Axis(title="step", from_zero=False), Axis(title=title), curves
                 )
                 parts.append(f"<figure>{chart}</figure>")
-    parts.append(
-        f"<p>Repeat: <code>{escape(shlex.join(['muster', 'prove', *request.command]))}</code></p>"
-    )
     return html_page(f"muster prove {proof.request.script}", parts, style=RULES)
 
 

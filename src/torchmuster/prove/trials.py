@@ -5,9 +5,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.history.resume import plan_resume, with_arguments
@@ -114,10 +114,17 @@ class Trials:
     """Runs trials in copies of the working folder."""
 
     def __init__(self, request: ProofRequest, say: Callable[[str], None], temporary: str) -> None:
-        self._request, self._say, self._temporary = request, say, temporary
+        self._request, self._say = request, say
         self._into = Path(request.into)
-        self._outputs = request.outputs
         self._steps = request.steps
+        self._workspace = Workspace(
+            folder=Path(request.folder),
+            command=request.command,
+            module=request.module,
+            outputs=request.outputs,
+            within=self._into / "trials",
+            reports=self._into.parent,
+        )
         environment = dict(request.environment)
         if request.device == "cpu":
             environment.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -141,22 +148,20 @@ class Trials:
         name: str,
         doing: str,
         *,
-        ranks: int | None = None,
         arguments: Sequence[str] = (),
-        stop: StopRequest | None = None,
-        dropout: bool = True,
         folder: Path | None = None,
         fresh: bool = False,
-        steps: int | None = None,
-        most_steps: int = 0,
+        **changes: Any,
     ) -> TrialRecord:
-        """Run the script once, from its start or in the ``folder`` of a stopped trial."""
+        """Run the script once, from its start or in the ``folder`` of a stopped trial.
+
+        ``changes`` are fields of the ``TrialRequest``, such as ``stop``.
+        """
         self.runs += 1
         self._say(f"run {self.runs}: {doing}")
-        workspace = self._workspace()
         if folder is None:
-            folder = workspace.copy(name)
-        command = workspace.command_in(folder)
+            folder = self._workspace.copy(name)
+        command = self._workspace.command_in(folder)
         records = self._into / "records" / name
         records.mkdir(parents=True)
         request = TrialRequest(
@@ -165,13 +170,11 @@ class Trials:
             with_run_folder=self._request.with_run_folder,
             folder=str(folder),
             into=str(records),
-            ranks=ranks or self._request.ranks,
+            ranks=self._request.ranks,
             device=self._request.device,
-            steps=steps or self._steps,
-            most_steps=most_steps,
-            stop=stop,
-            dropout=dropout,
+            steps=self._steps,
         )
+        request = replace(request, **changes)
         environment = {
             **self._environment,
             "TORCHELASTIC_RUN_ID": name,
@@ -181,16 +184,6 @@ class Trials:
         trouble = rank_processes.run_trial(request, environment, fresh=fresh)
         recorded = read_ranks(records, request.ranks)
         return TrialRecord(ranks=recorded, trouble=trouble, saves=_saves(recorded[0], folder))
-
-    def _workspace(self) -> Workspace:
-        return Workspace(
-            folder=Path(self._request.folder),
-            command=self._request.command,
-            module=self._request.module,
-            outputs=self._outputs,
-            within=self._into / "trials",
-            reports=self._into.parent,
-        )
 
     # ---- the undisturbed run
 
@@ -207,7 +200,8 @@ class Trials:
         used = self._used_outputs(record)
         if used:
             self._say(f"the script saves into {', '.join(used)}, which has files of earlier runs")
-            self._outputs = (*self._outputs, *used)
+            outputs = (*self._workspace.outputs, *used)
+            self._workspace = replace(self._workspace, outputs=outputs)
             record = self.run("baseline-2", "undisturbed, with empty output folders")
             self._check(record)
         return record
@@ -215,7 +209,7 @@ class Trials:
     def _used_outputs(self, record: TrialRecord) -> list[str]:
         """Return folders and files with checkpoints of the trial that were not empty before."""
         copy = self._into / "trials" / "baseline"
-        known = {Path(output).parts[0] for output in self._workspace().all_outputs()}
+        known = {Path(output).parts[0] for output in self._workspace.all_outputs()}
         used = set()
         for save in record.saves:
             path = Path(save.path)
@@ -340,7 +334,8 @@ class Trials:
         if flag:
             arguments = (flag, str(total // count))
         name = plural(count, "rank")
-        return Variation(name=name, count=count, ranks=count, arguments=arguments)
+        check = name.replace(" ", "-")
+        return Variation(name=name, count=count, ranks=count, arguments=arguments, check=check)
 
     def _accumulated(self, factor: int, batch_flag: str, batch: int) -> Variation:
         flag = _flag(self._request.accumulation_argument)
@@ -350,7 +345,7 @@ class Trials:
             count=count,
             ranks=self._request.ranks,
             arguments=(batch_flag, str(batch // factor), flag, str(count)),
-            is_accumulation=True,
+            check="accumulation",
         )
 
     def run_variation(self, variation: Variation) -> TrialRecord:

@@ -144,12 +144,9 @@ def _holds_any(folder: Path, paths: Iterable[Path]) -> bool:
 
 def _is_large(folder: Path) -> bool:
     """Return whether a folder has many files, or more data than is worth a copy."""
-    files = size = 0
-    for root, folders, names in os.walk(folder):
-        files += len(names) + len(folders)
-        if files > _MOST_FILES:
-            return True
-        size += sum(Path(root, name).lstat().st_size for name in names)
-        if size > _MOST_COPIED_BYTES:
+    size = 0
+    for files, path in enumerate(folder.rglob("*")):
+        size += path.lstat().st_size
+        if files > _MOST_FILES or size > _MOST_COPIED_BYTES:
             return True
     return False

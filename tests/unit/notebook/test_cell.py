@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from torchmuster.notebook.cell import run_cell
+from torchmuster.notebook import cell
+from torchmuster.notebook.messages import Done, Run
+
+
+def run_cell(code: str, name: str, space: dict[str, Any]) -> Done:
+    return cell.run_cell(Run(request=1, name=name, code=code), space)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def kind_after(change: Change, start: int = 6) -> tuple[str, int]:
 def test_a_run_that_resumes_exactly_has_no_difference() -> None:
     found = compare_resumed(WHOLE, resumed(trial(range(7, 13))))
     assert found.difference is None
-    assert found.rounding == 0
+    assert found.apart == 0
 
 
 def replace(field: str, value: object, *, at: int = 7) -> Change:
@@ -100,7 +100,7 @@ def test_another_order_of_additions_is_rounding() -> None:
 
     found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=change)))
     assert found.difference is None
-    assert 0 < found.rounding < 1e-6
+    assert 0 < found.apart < 1e-6
 
 
 def test_a_lost_optimizer_is_no_rounding() -> None:
@@ -261,7 +261,7 @@ def variations(*, accumulation: bool) -> list[Variation]:
             count=count,
             ranks=count,
             arguments=(),
-            is_accumulation=accumulation,
+            check="accumulation" if accumulation else f"{count}-ranks",
         )
         for count in (1, 2)
     ]

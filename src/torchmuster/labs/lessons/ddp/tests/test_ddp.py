@@ -16,6 +16,7 @@ from torchmuster.labs.testing import (
     exercise,
     is_close,
     mistake,
+    of_all_ranks,
     require,
     watched,
 )
@@ -50,9 +51,8 @@ def test_reduce_mean(submission: Submission) -> None:
     """The mean on every rank, without changing the tensor."""
     value = torch.tensor([1.0, 10.0]) * (1 + 2 * submission.rank)  # 1, 10 and 3, 30
     mean = submission.code.reduce_mean(value)
-    compare_to_sum = is_close(mean, [4.0, 40.0])
-    require(not compare_to_sum, "sum-not-mean", f"1 and 3 gave {float(mean[0]):g}")
-    compare(mean, [2.0, 20.0], "reduce_mean of [1, 10] and [3, 30]")
+    what = "reduce_mean of [1, 10] and [3, 30]"
+    compare(mean, [2.0, 20.0], what, {"sum-not-mean": [4.0, 40.0]})
     unchanged = is_close(value, [1.0 + 2 * submission.rank, 10.0 + 20 * submission.rank])
     require(unchanged, "changes-its-argument", f"the caller's tensor is now {value.tolist()}")
 
@@ -70,8 +70,8 @@ def test_sync_gradients(submission: Submission) -> None:
         if "None" in str(error) or "NoneType" in str(error):
             mistake("none-gradient", str(error).partition("\n")[0])
         raise
-    require(not is_close(model.weight.grad, [[4.0, 4.0]]), "gradients-summed", "1 and 3 became 4")
-    compare(model.weight.grad, [[2.0, 2.0]], "the gradient of 1 and 3")
+    summed = {"gradients-summed": [[4.0, 4.0]]}
+    compare(model.weight.grad, [[2.0, 2.0]], "the gradient of 1 and 3", summed)
     compare(model.bias.grad, [2.0], "the gradient of 0 and 4")
 
 
@@ -88,9 +88,8 @@ def test_train_epoch(submission: Submission) -> None:
             trainer.train_epoch(loader, optimizer, nn.MSELoss(reduction="mean"))
             for _ in range(_EPOCHS)
         ]
-    weights = [torch.zeros(3) for _ in range(2)]
     own = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-    dist.all_gather(weights, own)
+    weights = of_all_ranks(own)
     require(is_close(*weights), "not-wrapped", f"rank 0 {weights[0]}, rank 1 {weights[1]}")
     epochs = [
         arguments[1] if len(arguments) > 1 else named.get("epoch")
@@ -101,16 +100,12 @@ def test_train_epoch(submission: Submission) -> None:
     seen = f"{len(moves)} calls of .to() for {len(loader) * _EPOCHS} batches"
     require(len(moves) >= len(loader) * _EPOCHS, "batches-not-moved", seen)
     piled = _reference(orders=(0, 1), zero_grad=False)[0]
-    require(not is_close(own, piled), "no-zero-grad")
     expected, by_sample, by_batch = _reference(orders=(0, 1))
-    compare(own, expected, "the weights after two epochs")
-    losses_of_ranks: list[Any] = [None, None]
-    dist.all_gather_object(losses_of_ranks, losses)
-    same = is_close(losses_of_ranks[0], losses_of_ranks[1])
-    require(same, "loss-of-one-rank", f"rank 0 {losses_of_ranks[0]}, rank 1 {losses_of_ranks[1]}")
-    per_batch = is_close(losses, by_batch) and not is_close(losses, by_sample)
-    require(not per_batch, "batches-not-weighted", f"expected {by_sample}, got {losses}")
-    compare(losses, by_sample, "the mean losses of two epochs")
+    compare(own, expected, "the weights after two epochs", {"no-zero-grad": piled})
+    both = of_all_ranks(losses)
+    require(is_close(*both), "loss-of-one-rank", f"rank 0 {both[0]}, rank 1 {both[1]}")
+    what = "the mean losses of two epochs"
+    compare(losses, by_sample, what, {"batches-not-weighted": by_batch})
 
 
 class _ModelOnGpu(nn.Linear):
@@ -181,9 +176,7 @@ def test_load_checkpoint(submission: Submission) -> None:
         epoch = trainer.load_checkpoint(str(path), optimizer)
     unsafe = any(named.get("weights_only") is False for _, named in loads)
     require(not unsafe, "unsafe-load", "torch.load(…, weights_only=False)")
-    restored = is_close(trainer.model.module.weight, inner.weight)
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, bool(restored))
+    both = of_all_ranks(is_close(trainer.model.module.weight, inner.weight))
     require(both[0] == both[1], "loaded-on-one-rank", f"restored on rank 0, rank 1: {both}")
     compare(trainer.model.module.weight, inner.weight, "the loaded weights")
     rate = optimizer.param_groups[0]["lr"]

@@ -15,9 +15,11 @@ from torchmuster.labs.testing import (
     is_close,
     mistake,
     require,
+    without,
 )
 
 _LAYERS, _EVERY, _LENGTH = 7, 3, 48
+_BF16 = 0.01  # two to three digits
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -88,11 +90,12 @@ def test_attention(submission: Submission) -> None:
     for causal in (False, True):
         with Operations(count_squares):
             given = submission.code.attention(queries, keys, values, causal)
-        not_scaled = _plain(*inputs, causal=causal, scale=1.0)
-        require(not is_close(given, not_scaled), "attention-not-scaled")
-        forgot = causal and is_close(given, _plain(*inputs, causal=False, scale=8**-0.5))
-        require(not forgot, "not-causal", "causal=True gave what causal=False gives")
-        compare(given, _plain(*inputs, causal=causal, scale=8**-0.5), "attention")
+        known = {
+            "attention-not-scaled": _plain(*inputs, causal=causal, scale=1.0),
+            "not-causal": _plain(*inputs, causal=False, scale=8**-0.5),
+        }
+        what = f"attention(…, causal={causal})"
+        compare(given, _plain(*inputs, causal=causal, scale=8**-0.5), what, known)
     seen = f"{squares[0]} tensors of {_LENGTH} x {_LENGTH} were created"
     require(not squares[0], "plain-attention", seen)
 
@@ -146,16 +149,14 @@ def test_frugality(submission: Submission) -> None:
     )
     seen = f"{len(model.sizes)} forwards for 6 parts: none in backward"
     require(len(model.sizes) > 6, "activations-stored", seen)
-    weight = model.layer.weight
-    added_up = _reference(batches, zero_grad=False)[0]
-    require(not _is_near(weight, added_up), "gradients-pile-up")
     expected, expected_losses = _reference(batches)
-    unweighted = _is_near(weight, _reference(batches, is_weighted=False)[0])
-    require(not unweighted, "parts-not-weighted", "10 samples are 4 + 4 + 2, not three times 4")
-    seen = f"the weights are {weight.tolist()}, expected {expected.tolist()}"
-    require(_is_near(weight, expected), "wrong-value", seen)
-    seen = f"the losses are {losses}, expected {expected_losses}"
-    require(_is_near(losses, expected_losses), "wrong-value", seen)
+    known = {
+        "gradients-pile-up": _reference(batches, zero_grad=False)[0],
+        "parts-not-weighted": _reference(batches, is_weighted=False)[0],
+    }
+    what = "the weights after parts of 4, 4 and 2 samples"
+    compare(model.layer.weight, expected, what, known, rtol=_BF16)
+    compare(losses, expected_losses, "the losses", rtol=_BF16)
     _check_validation(submission, batches, criterion)
 
 
@@ -169,10 +170,6 @@ def _check_validation(submission: Submission, batches: Batches, criterion: nn.Mo
     for values, targets in parts:
         total += float(criterion(model(values), targets)) * len(values)
     compare(mean, total / 22, "validate_frugally of 10, 10 and 2 samples")
-
-
-def _is_near(value: Any, expected: Any) -> bool:
-    return is_close(value, expected, rtol=0.01)  # bfloat16 has two to three digits
 
 
 def _reference(
@@ -205,11 +202,8 @@ def test_frequency(submission: Submission) -> None:
     cost = submission.code.Cost
     costs = {1: cost(1.4, 300), 2: cost(1.3, 400), 4: cost(1.25, 700), 8: cost(1.0, 1200)}
     given = submission.code.best_frequency(costs, 800)
-    require(given != 8, "over-budget", "it chose one of 1200 bytes for a budget of 800")
-    require(given != 1, "least-memory-not-fastest", "it chose 1.4 s where 1.25 s fits")
-    require(given == 4, "wrong-value", f"from {costs} within 800 bytes it chose {given}")
-    try:
+    known = {"over-budget": 8, "least-memory-not-fastest": 1}
+    compare(given, 4, f"best_frequency of {costs} within 800 bytes", known)
+    with without("nothing-fits", ValueError, TypeError, KeyError, IndexError):
         given = submission.code.best_frequency(costs, 100)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        mistake("nothing-fits", f"{type(error).__name__}: {error}")
-    require(given is None, "wrong-value", f"within 100 bytes it chose {given}")
+    compare(given, None, "best_frequency within 100 bytes")

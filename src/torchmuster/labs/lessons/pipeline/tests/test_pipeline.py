@@ -16,9 +16,10 @@ from torchmuster.labs.testing import (
     compare,
     exercise,
     is_close,
-    mistake,
+    of_all_ranks,
     require,
     watched,
+    without,
 )
 
 _BATCHES, _RATE, _DECAY = 5, 0.1, 0.9
@@ -31,15 +32,11 @@ def test_trainer(submission: Submission) -> None:
     with watched(given.optimizer, "step") as steps:
         losses = [given.train_epoch() for _ in range(2)]
     _same_on_both(next(iter(given.model.parameters())).detach(), "copies-drift", "the weights")
-    seen = f"{_BATCHES} batches in pairs gave {len(steps) // 2} optimizer steps, not 3"
-    require(len(steps) != 4, "leftover-dropped", seen)
-    require(len(steps) == 6, "wrong-value", seen)
+    what = f"optimizer steps: two epochs of {_BATCHES} batches in pairs"
+    compare(len(steps), 6, what, {"leftover-dropped": 4})
     rate = given.optimizer.param_groups[0]["lr"]
-    seen = f"after 6 steps the rate is {rate:.4g}, expected {_RATE * _DECAY**6:.4g}"
-    require(not is_close(rate, _RATE), "schedule-forgotten", seen)
-    by_batch = is_close(rate, _RATE * _DECAY**10)
-    require(not by_batch, "schedule-by-batch", seen)
-    require(is_close(rate, _RATE * _DECAY**6), "wrong-value", seen)
+    known = {"schedule-forgotten": _RATE, "schedule-by-batch": _RATE * _DECAY**10}
+    compare(rate, _RATE * _DECAY**6, "the learning rate: 6 steps", known)
     require(losses[1] < losses[0], "wrong-value", f"the losses of two epochs are {losses}")
     mean = given.validate()
     _same_on_both(torch.tensor([mean]), "validated-alone", "validate")
@@ -82,8 +79,7 @@ def _mean_loss(given: Any) -> float:
 
 
 def _same_on_both(mine: torch.Tensor, otherwise: str, what: str) -> None:
-    both = [torch.zeros_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
+    both = of_all_ranks(mine)
     seen = f"{what}: rank 0 {both[0].flatten()[:2]}, rank 1 {both[1].flatten()[:2]}"
     require(is_close(*both), otherwise, seen)
 
@@ -111,22 +107,22 @@ def test_profiling(submission: Submission) -> None:
             super().__init__(**named)
             profilers.append(named.get("schedule"))
 
-    try:
-        with submission.code.replaced("profile", Profile):
-            parts = {"data": data, "forward": forward}
-            shares = submission.code.profile_steps(parts, 3, str(trace))
-    except (KeyError, ZeroDivisionError) as error:
-        mistake("no-markers", f"{type(error).__name__}: {error}")
+    no_markers = without("no-markers", KeyError, ZeroDivisionError)
+    with no_markers, submission.code.replaced("profile", Profile):
+        parts = {"data": data, "forward": forward}
+        shares = submission.code.profile_steps(parts, 3, str(trace))
     require(any(profilers), "no-schedule", "profile(…) was given no schedule")
     require(trace.exists(), "no-trace", f"there is no {trace.name}")
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    require({"data", "forward"} <= names, "no-markers", "the trace names neither part")
     shares_text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     seen = (
         f"data sleeps 120 ms, forward 10 ms and 1.2 s in its first call; it returned: {shares_text}"
     )
     require(abs(sum(shares.values()) - 1) < 0.01, "shares-do-not-add-up", seen)
-    require(calls["data"] > 3 and shares["forward"] < 0.6, "first-step-profiled", seen)
+    profiled_first = calls["data"] <= 3 or shares["forward"] >= 0.6
+    require(not profiled_first, "first-step-profiled", seen)
+    # After the warm-up: without one, torch 2.13 leaves the names out of the trace.
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    require({"data", "forward"} <= names, "no-markers", "the trace names neither part")
     require(shares["data"] > 0.6, "wrong-value", seen)
 
 
@@ -180,9 +176,6 @@ def _check_writer(submission: Submission) -> None:
     missing = [scalar for scalar in gpu if scalar not in written]
     require(not missing, "gpu-not-watched", f"add_scalar was called with {written}")
     nvml.nvmlInit.side_effect = OSError("libnvidia-ml.so.1: cannot open shared object file")
-    try:
-        with patch.dict(sys.modules, {"pynvml": nvml}):
-            metrics = submission.code.gpu_metrics()
-    except OSError as error:
-        mistake("no-nvml-crashes", str(error))
+    with without("no-nvml-crashes", OSError), patch.dict(sys.modules, {"pynvml": nvml}):
+        metrics = submission.code.gpu_metrics()
     require(metrics == {}, "wrong-value", f"without NVML, gpu_metrics returned {metrics}")
