@@ -18,7 +18,7 @@ pytest_plugins = [
 
 
 # Their blocks train for minutes.
-_NIGHTLY_DOCUMENTS = ("fine-tuning.md", "preference-tuning.md")
+_NIGHTLY_DOCUMENTS = ("train.md",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ def as_table(lines: Sequence[Line]) -> str:
     good = [line for line in lines if "measured_bytes" in line and "planned_bytes" in line]
     parts = [
         "# Predicted and measured peak memory of tensors",
-        "Written by `benchmarks/plan_memory.py`. docs/dev/plan-accuracy.md describes the method.",
+        "Written by `benchmarks/plan_memory.py`. benchmarks/results/plan-accuracy.md describes the method.",
         _summary(lines, good),
         "## By strategy, dtype and model family",
         _by_strategy(good),

@@ -10,8 +10,6 @@ from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ConfigError
 
-PAGE = Path(__file__).parents[3] / "docs" / "from-transformers.md"
-
 
 @pytest.mark.parametrize("name", HUGGING_FACE_NAMES)
 def test_every_name_leads_to_a_setting_that_exists(name: str) -> None:
@@ -41,12 +39,3 @@ def test_the_batch_sizes_of_a_file_are_multiplied(tmp_path: Path) -> None:
     assert "train.global_batch_size = 2 x 4 x ranks" in fixes[0]
     assert fixes[1] == "use train.global_batch_size = 2 x 4 x ranks"
     assert fixes[2] == "use train.optimizer_options: {betas: [0.8, adam_beta2]}"
-
-
-def test_the_page_has_every_name() -> None:
-    rows = [
-        f"| `{name}` | `{known.path}` | {known.how.replace('{', '').replace('}', '')} |"
-        for name, known in HUGGING_FACE_NAMES.items()
-    ]
-    text = PAGE.read_text(encoding="utf-8")
-    assert [row for row in rows if row not in text] == []
