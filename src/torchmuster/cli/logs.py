@@ -69,12 +69,12 @@ def run(options: LogsOptions) -> int:
 
 def show_log(run: RunFolder, rank: int) -> int:
     """Print the end of a rank's log; return the position in the file after what was printed."""
-    from torchmuster.launch.history import host_logs
+    from torchmuster.launch.history import node_records
 
     log = run.logs / f"rank-{rank}.log"
     if log.is_file():
         return _show_end(log)
-    host_log = host_logs.host_of(run, rank)
+    host_log = node_records.host_of(run, rank)
     if host_log is None:
         raise Impossible(
             f"{run.id} has no log of rank {rank}",

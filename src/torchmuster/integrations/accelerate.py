@@ -1,8 +1,4 @@
-"""Record what an Accelerate script logs and saves.
-
-``muster run`` wraps ``Accelerator.log`` and ``Accelerator.save_state`` by itself. A script that logs through a tracker object
-can pass one: ``Accelerator(log_with=MusterTracker())``.
-"""
+"""Record what an Accelerate script logs and saves, through ``Accelerator.log`` and ``Accelerator.save_state``."""
 
 import inspect
 from types import ModuleType
@@ -47,29 +43,3 @@ def record_values(values: dict[str, Any], step: int | None = None) -> None:
         recorder.evaluated(evaluated, step)
     if len(evaluated) < len(values):
         recorder.log({k: v for k, v in values.items() if k not in evaluated}, step)
-
-
-def __getattr__(name: str) -> Any:
-    """Create the tracker class on first use, because its base class comes from Accelerate."""
-    if name != "MusterTracker":
-        raise AttributeError(name)
-    from accelerate.tracking import GeneralTracker
-
-    class MusterTracker(GeneralTracker):  # type: ignore[misc]
-        """An Accelerate tracker that records for ``muster run``."""
-
-        name = "muster"
-        requires_logging_directory = False
-
-        @property
-        def tracker(self) -> None:
-            """None: there is no underlying tracker object."""
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            """Ignore the configuration: it is in the run folder."""
-
-        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-            """Record values."""
-            record_values(values, step)
-
-    return MusterTracker

@@ -118,9 +118,9 @@ def _be_rank(program: RankProgram, rank: int, port: int, store: socket.socket | 
         os.dup2(log, descriptor)
     server = None
     if store is not None:
-        from torchmuster.launch.probes.served_store import serve_store
+        from torchmuster.launch.node.store import serve
 
-        server = serve_store(store)
+        server = serve(*store.getsockname(), store.detach())
     try:
         program.function(rank, *program.arguments)
     finally:

@@ -113,6 +113,7 @@ def test_a_failed_run_has_its_story_cause_fix_and_files(
     event_log.phase("running")
     run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 2"])
     failed(run, attempt=0, rank=0)
+    run_state.log_event(run, run_state.RESTART, headline=headline(0), from_step=40)
     failed(run, attempt=1)
     event_log.ended("failed", 1, headline())
     said = explained("last")
@@ -159,7 +160,7 @@ def test_a_restart_of_which_nothing_else_is_known_is_told(
     event_log.ended("finished", 0, "finished")
     said = explained()
     assert f"  {killed_words}; restarted from step 1,200\n" in said
-    assert said.count("restarted") == 1
+    assert said.count("restarted") == 2
     assert "after 2 failed attempts\n" in said
 
 
@@ -259,6 +260,7 @@ def test_runs_that_ended_well(
     run: RunFolder, explained: Explain, phase: str, headline: str, what: str
 ) -> None:
     failed(run)
+    run_state.log_event(run, run_state.RESTART, headline="it failed", from_step=None)
     run_state.EventLog(run).ended(phase, 0, headline)
     said = explained()
     assert f"\n{what}" in said
@@ -329,10 +331,11 @@ def test_a_long_story_is_cut_in_its_middle(run: RunFolder, explained: Explain) -
     event_log = run_state.EventLog(run)
     for attempt in range(30):
         failed(run, attempt=attempt)
+        run_state.log_event(run, run_state.RESTART, headline=headline(), from_step=None)
     event_log.ended("failed", 1, headline())
     story = explained().partition("\n\n")[2].partition("\n\n")[0].splitlines()
     assert len(story) == 14
-    assert story[5] == "  … 18 more …"
+    assert story[5] == "  … 19 more …"
     assert story[-1].endswith(f"failed: {headline()}")
 
 
@@ -343,7 +346,7 @@ def test_json_has_it_all(run: RunFolder, explained: Explain) -> None:
     assert (told["id"], told["phase"], told["exit_code"]) == (run.id, "failed", 1)
     assert told["findings"][0]["what"] == headline()
     assert told["files"] == ["logs/rank-1.log"]
-    assert any("attempt 1 failed" in one["what"] for one in told["moments"])
+    assert told["moments"][-1]["what"] == f"failed: {headline()}"
 
 
 def test_how_a_script_resumes(run: RunFolder, explained: Explain, tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchmuster.finding import Finding
+from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.hang import Hang
-from torchmuster.launch.hangs.unconnected import UnconnectedRanks
+from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.hangs.observation import Hang
 from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.redaction import redact_text
@@ -28,6 +28,13 @@ _HANGS_KEPT = 20
 # inspect the processes.
 _HOPELESS_AFTER_S = 60.0
 _RECORDS_PER_S = 200
+# Steps without any collective that show that ranks train beside each other; with a process group they have more time for it.
+_STEPS_WITHOUT_GROUP, _STEPS_WITH_GROUP = 10, 50
+_FIX_UNCONNECTED = (
+    "call torch.distributed.init_process_group() and wrap the model (DistributedDataParallel); "
+    "on CPUs Hugging Face's Trainer and Accelerate need use_cpu=True or cpu=True. "
+    "Ignore this if the ranks are meant to be independent"
+)
 
 
 @dataclass(kw_only=True)
@@ -218,3 +225,39 @@ def devices_of(nodes: Sequence[ConnectedHost]) -> dict[int, str]:
             devices.update(enumerate(prepared.devices, start=first))
         first += prepared.ranks
     return devices
+
+
+class UnconnectedRanks:
+    """Receives the heartbeats of one attempt, and reports once that its ranks make steps, but call no collective.
+
+    A script that initializes torch.distributed only under some condition, or does not wrap its model, trains one unrelated
+    model per rank. Scripts that communicate rarely are not meant: one collective since the start is enough.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}  # of the ranks with enough steps
+        self._is_decided = False
+
+    def hear(self, heartbeats: Iterable[Heartbeat]) -> Finding | None:
+        """Take in heartbeats; return the finding as soon as two ranks have made enough steps by themselves."""
+        if self._is_decided:
+            return None
+        for heartbeat in heartbeats:
+            if heartbeat.collectives or any(heartbeat.begun.values()):
+                self._is_decided = True
+                return None
+            if heartbeat.groups and heartbeat.collectives is None:
+                continue  # not visible
+            needed = _STEPS_WITH_GROUP if heartbeat.groups else _STEPS_WITHOUT_GROUP
+            if heartbeat.step is not None and heartbeat.step >= needed:
+                self._steps[heartbeat.rank] = heartbeat.step
+        if len(self._steps) < 2:
+            return None
+        self._is_decided = True
+        return Finding(
+            name="ranks-not-connected",
+            status=Status.WARNING,
+            what=f"{len(self._steps)} ranks have each made {min(self._steps.values())} steps without any collective",
+            why="gradients are not exchanged: each rank trains a model of its own",
+            fix=_FIX_UNCONNECTED,
+        )

@@ -253,7 +253,7 @@ def _to_resume(record: RunRecord) -> Finding | None:
 
 
 def _after_failures(record: RunRecord) -> str:
-    count = len(record.failures) + len(record.unexplained_restarts)
+    count = run_state.EventSummary.of(record.events).restarts
     return f", after {plural(count, 'failed attempt')}" if count else ""
 
 

@@ -9,6 +9,7 @@ of other hosts.
 import contextlib
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -98,3 +99,34 @@ def _read_ranks(path: Path) -> NodeRanks | None:
         return untrusted.read_typed(path, msgspec.json.Decoder(NodeRanks).decode)
     except (OSError, untrusted.Unreadable):
         return None
+
+
+class HostLogs(msgspec.Struct, frozen=True, kw_only=True):
+    """One host, its ranks, and the folder with their logs: an entry of ``logs/hosts.json``."""
+
+    host: str
+    first_rank: int
+    ranks: int
+    folder: str
+
+    def path_of(self, rank: int) -> str:
+        """Return where the log of a rank is on this host."""
+        return f"{self.folder}/rank-{rank}.log"
+
+
+def write_hosts(run: RunFolder, hosts: Iterable[HostLogs]) -> None:
+    """Record which host has which logs."""
+    write_atomically(run.logs / "hosts.json", msgspec.json.encode(list(hosts)).decode())
+
+
+def host_of(run: RunFolder, rank: int) -> HostLogs | None:
+    """Return the host that has a rank's log; None if that is not recorded, or there is no such rank."""
+    decode = msgspec.json.Decoder(list[HostLogs]).decode
+    try:
+        hosts = untrusted.read_typed(run.logs / "hosts.json", decode)
+    except (OSError, untrusted.Unreadable):
+        return None
+    for host in hosts:
+        if 0 <= rank - host.first_rank < host.ranks:
+            return host
+    return None

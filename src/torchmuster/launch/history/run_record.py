@@ -86,29 +86,9 @@ class RunRecord:
         what = last.finding.what.partition("\n")[0]
         return last if not state.headline or what in state.headline else None
 
-    @property
-    def unexplained_restarts(self) -> list[run_state.RunEvent]:
-        """Restarts after a failure with no other record, such as a failure of the launcher itself."""
-        restarts = []
-        since_unix_s = 0.0
-        for event in self.events:
-            if event.name != run_state.RESTART:
-                continue
-            recorded = set()
-            for failure in self.failures:
-                if since_unix_s < failure.at_unix_s <= event.at_unix_s:
-                    recorded.add(failure.finding.what)
-            if event.facts.get("headline") not in recorded:
-                restarts.append(event)
-            since_unix_s = event.at_unix_s
-        return restarts
-
     def timeline(self) -> list[TimelineEvent]:
         """Return what happened, in chronological order."""
         moments = [*self._launched(), *self._events(), *self._saves()]
-        for failed in self.failures:
-            what = f"attempt {failed.attempt + 1} failed: {_first_line(failed.finding.what)}"
-            moments.append(TimelineEvent(at_unix_s=failed.at_unix_s, what=what))
         return sorted(moments, key=lambda moment: moment.at_unix_s)
 
     def _launched(self) -> Iterator[TimelineEvent]:
@@ -117,14 +97,8 @@ class RunRecord:
             yield TimelineEvent(at_unix_s=self.state.started_unix_s, what=f"launched: {command}")
 
     def _events(self) -> Iterator[TimelineEvent]:
-        """Yield the events without those that only repeat a recorded failure, and the end if it was not logged."""
-        restarts = self.unexplained_restarts
-        last_failure = self.failures[-1].finding.what if self.failures else None
+        """Yield the events, and the end if it was not logged."""
         for event in self.events:
-            if event.name == run_state.RESTART and event not in restarts:
-                continue
-            if event.name == "failed" and event.facts.get("headline") == last_failure:
-                continue
             text = event_text(event)
             if text is not None:
                 yield TimelineEvent(at_unix_s=event.at_unix_s, what=text)

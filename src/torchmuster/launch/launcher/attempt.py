@@ -12,7 +12,7 @@ from torchmuster.errors import MachineLost
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
-from torchmuster.launch.history import evidence, host_logs, root_cause, run_state
+from torchmuster.launch.history import evidence, node_records, root_cause, run_state
 from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
 from torchmuster.launch.launcher.rendezvous_address import (
@@ -114,13 +114,13 @@ class Attempt:
             assert host.prepared is not None
             folder, ranks = host.prepared.logs, host.prepared.ranks
             logs.append(
-                host_logs.HostLogs(
+                node_records.HostLogs(
                     host=host.name, first_rank=first_rank, ranks=ranks, folder=folder
                 )
             )
             first_rank += ranks
         with contextlib.suppress(OSError):  # a full disk must not stop the run
-            await asyncio.to_thread(host_logs.write_hosts, self._run, logs)
+            await asyncio.to_thread(node_records.write_hosts, self._run, logs)
 
     def _describe(self) -> str:
         """Return the message that the ranks are alive or stopping, unless a hang was reported."""

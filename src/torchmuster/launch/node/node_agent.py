@@ -18,7 +18,7 @@ import msgspec
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, protocol
 from torchmuster.launch.network import interfaces, listening, reach
-from torchmuster.launch.node import device_lease, log_folder, process_cleanup, supervisor
+from torchmuster.launch.node import device_lease, output, process_cleanup, supervisor
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
 from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, USUAL_GRACE_S
@@ -224,7 +224,7 @@ class NodeAgent:
             asyncio.run_coroutine_threadsafe(waiting, loop)
 
         held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
-        logs = await asyncio.to_thread(log_folder.create, message.run, message.run_id)
+        logs = await asyncio.to_thread(output.create_log_folder, message.run, message.run_id)
         self._job = _AgentJob(prepare=message, holding=held, logs=logs)
         interfaces.check_socket_variables(
             {**os.environ, **message.environment},

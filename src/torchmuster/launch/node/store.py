@@ -9,9 +9,24 @@ import json
 import os
 import socket
 import sys
+from typing import Any
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _LONGEST_ADDRESS = 4096
+
+
+def serve(address: str, port: int, descriptor: int) -> Any:
+    """Serve a store on a socket that is already open, until the result is deleted."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
+    )
 
 
 def main() -> None:
@@ -20,7 +35,7 @@ def main() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-    import torch.distributed as dist
+    import torch.distributed  # noqa: F401  before the first store is wanted
 
     node_agent = socket.socket(fileno=0)
     server = None
@@ -30,14 +45,7 @@ def main() -> None:
             os._exit(0)
         del server
         address, port = json.loads(message)
-        server = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=descriptors[0],
-        )
+        server = serve(address, port, descriptors[0])
 
 
 if __name__ == "__main__":

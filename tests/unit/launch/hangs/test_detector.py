@@ -8,8 +8,8 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.hang import Hang
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
+from torchmuster.launch.hangs.observation import Hang
 
 HOSTS = ("a", "a", "b", "b")
 
