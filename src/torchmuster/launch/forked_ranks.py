@@ -120,7 +120,8 @@ def _be_rank(program: RankProgram, rank: int, port: int, store: socket.socket | 
     if store is not None:
         from torchmuster.launch.node.store import serve
 
-        server = serve(*store.getsockname(), store.detach())
+        address, port = store.getsockname()
+        server = serve(address, port, store.detach())
     try:
         program.function(rank, *program.arguments)
     finally:

@@ -263,11 +263,12 @@ class Done(Message, frozen=True, kw_only=True, tag="done"):
     request: Literal["start", "start-sidecar", "dump-stacks"]
 
 
-class Output(Message, frozen=True, kw_only=True, tag="output"):
-    """Whole lines that a rank wrote."""
+class Output(Message, frozen=True, kw_only=True, tag="output", omit_defaults=True):
+    """Whole lines that a rank wrote, or a file of it: its stacks, its flight recorder, what it recorded of a script."""
 
     rank: Integer
     text: str
+    file: str = ""  # stacks.txt, flight.json, metrics.jsonl; "": its standard output and error
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,21 +289,6 @@ class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
     heartbeats: tuple[Heartbeat, ...]
     kept: bool = False  # the host has already written them to the run folder
     stopping: Stopping | None = None
-
-
-class TrainingMetrics(Message, frozen=True, kw_only=True, tag="training-metrics"):
-    """What rank 0 recorded of a script: step lines, evaluations and saves, each with the ``file`` it belongs to."""
-
-    attempt: Integer
-    lines: tuple[dict[str, float | Integer | str | bool | None], ...]
-
-
-class Evidence(Message, frozen=True, kw_only=True, tag="evidence"):
-    """A file that shows what a rank is doing."""
-
-    rank: Integer
-    name: str  # stacks.txt, flight.json
-    text: str
 
 
 class Ended(Message, frozen=True, kw_only=True, tag="ended"):
@@ -342,8 +328,6 @@ FromAgent = Annotated[
     | Done
     | Output
     | Heartbeats
-    | TrainingMetrics
-    | Evidence
     | Ended
     | Relay
     | Alive,

@@ -52,7 +52,9 @@ class FakeEnd:
 
     def output(self) -> str:
         """What the ranks wrote, as far as it has come."""
-        return "".join(one.text for one in self.heard if isinstance(one, protocol.Output))
+        return "".join(
+            one.text for one in self.heard if isinstance(one, protocol.Output) and not one.file
+        )
 
     async def close(self) -> None:
         pass

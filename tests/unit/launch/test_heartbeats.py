@@ -220,8 +220,8 @@ async def _examine(
     records: Path, pids: dict[int, int], ranks: tuple[int, ...]
 ) -> dict[tuple[int, str], str]:
     running = [Examined(rank, pids[rank]) for rank in ranks if rank in pids]
-    shown: list[protocol.Evidence] = [*await stack_dump.dump_stacks(records, running)]
-    return {(one.rank, one.name): one.text for one in shown}
+    shown: list[protocol.Output] = [*await stack_dump.dump_stacks(records, running)]
+    return {(one.rank, one.file): one.text for one in shown}
 
 
 def test_a_process_that_would_die_of_the_signal_does_not_get_it(

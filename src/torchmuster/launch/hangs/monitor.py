@@ -126,7 +126,7 @@ class HangMonitor:
                     self._warn_of_unconnected_ranks(sign)
                     if sign.heartbeats and not sign.kept and self._is_due(node):
                         self._later(self._write_down(node, sign))
-                case protocol.Evidence() if self._examination is not None:
+                case protocol.Output() if self._examination is not None:
                     self._keep(self._examination, sign)
                 case protocol.Done() if self._examination is not None:
                     self._examination.missing.discard(node.place)
@@ -201,10 +201,10 @@ class HangMonitor:
         if not hang.has_culprit:  # else it only repeats the finding
             self._show([other for other in kept.analysis if other.name != finding.name])
 
-    def _keep(self, examination: _StackDump, sign: protocol.Evidence) -> None:
+    def _keep(self, examination: _StackDump, sign: protocol.Output) -> None:
         # The name comes from another host: only known names become files.
         endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
-        ending = endings.get(sign.name)
+        ending = endings.get(sign.file)
         if ending is None:
             return
         text = redact_text(sign.text) if ending == evidence.STACKS else sign.text

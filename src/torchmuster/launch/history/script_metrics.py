@@ -2,14 +2,16 @@
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from torchmuster import untrusted
 from torchmuster.runfolder import RunFolder, write_atomically
 
+RECORDED = "metrics.jsonl"  # the file of rank 0, without its rank
 _FILES = ("steps", "evaluations", "saves")
 _LONGEST_NAME = 200
-Line = Mapping[str, float | int | str | bool | None]
+_decode = msgspec.json.Decoder(dict[str, float | int | str | bool | None]).decode
 
 
 class ScriptMetrics:
@@ -19,13 +21,17 @@ class ScriptMetrics:
         self._folder = run.metrics
         self._attempt = 0
 
-    def add(self, attempt: int, lines: Sequence[Line]) -> None:
-        """Append lines; if a restarted script repeats steps, their new lines replace the old ones.
+    def add(self, attempt: int, text: str) -> None:
+        """Append the lines of a text, each with the ``file`` that it belongs to; if a restarted script repeats steps, their new lines replace the old ones.
 
         A full disk must not stop the run: lines that cannot be written are lost.
         """
         texts: dict[str, str] = {}
-        for line in lines:
+        for recorded in text.splitlines():
+            try:
+                line = _decode(recorded)
+            except (msgspec.DecodeError, UnicodeError):
+                continue
             file, step = line.get("file"), line.get("step")
             if file not in _FILES or not isinstance(step, int):
                 continue

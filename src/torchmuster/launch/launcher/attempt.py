@@ -12,7 +12,13 @@ from torchmuster.errors import MachineLost
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
-from torchmuster.launch.history import evidence, node_records, root_cause, run_state
+from torchmuster.launch.history import (
+    evidence,
+    node_records,
+    root_cause,
+    run_state,
+    script_metrics,
+)
 from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
 from torchmuster.launch.launcher.rendezvous_address import (
@@ -57,12 +63,12 @@ class Attempt:
     def receive(self, host: ConnectedHost, message: protocol.FromAgent) -> None:
         """Take what a host reports unasked."""
         match message:
-            case protocol.Output():
+            case protocol.Output(file=""):
                 self._silence.heard(message.text)
                 self._tracebacks.output(message.rank, message.text)
-            case protocol.TrainingMetrics():
-                self._session.metrics.add(message.attempt, message.lines)
-            case protocol.Heartbeats() | protocol.Evidence() | protocol.Done():
+            case protocol.Output(file=script_metrics.RECORDED):
+                self._session.metrics.add(self.number, message.text)
+            case protocol.Heartbeats() | protocol.Output() | protocol.Done():
                 if self._hang_monitor is not None:
                     self._hang_monitor.hear(host, message)
 

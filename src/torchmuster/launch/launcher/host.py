@@ -231,12 +231,7 @@ class ConnectedHost:
                     self.heartbeats = message.heartbeats
                     self.stopping, self.stopping_s = message.stopping, time.monotonic()
                     on_message(self, message)
-            case (
-                protocol.Output()
-                | protocol.TrainingMetrics()
-                | protocol.Evidence()
-                | protocol.Done(request="dump-stacks")
-            ):
+            case protocol.Output() | protocol.Done(request="dump-stacks"):
                 on_message(self, message)
             case protocol.Ended():
                 # Those of earlier attempts, and answers to a late request to stop, do not count.

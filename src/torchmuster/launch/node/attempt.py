@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from torchmuster.launch import protocol
 from torchmuster.launch.history import node_records
+from torchmuster.launch.history.script_metrics import RECORDED
 from torchmuster.launch.node import failures, process_cleanup, stack_dump
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
@@ -267,9 +268,8 @@ class RunningAttempt:
         """Send what rank 0 recorded, if it runs here."""
         if self._metrics is None:
             return
-        while lines := self._metrics.new_lines():
-            attempt = self._share.start.attempt
-            await self._send(protocol.TrainingMetrics(attempt=attempt, lines=lines))
+        while text := self._metrics.new_lines():
+            await self._send(protocol.Output(rank=0, text=text, file=RECORDED))
 
     def _stopping_now(self) -> protocol.Stopping | None:
         """Return the ranks that were asked to stop and have not, and how long they have left."""

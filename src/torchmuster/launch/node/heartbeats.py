@@ -1,6 +1,5 @@
 """The heartbeats of a host's ranks: each rank's own record, and process information from the system."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +26,7 @@ _LETTERS = {
 _STILL_S = 3.0
 _decode = msgspec.json.Decoder(Heartbeat).decode
 _MOST_HEARTBEAT_BYTES = 64 * 1024
-_LINES_AT_A_TIME = 500
 _BYTES_AT_A_TIME = 256 * 1024
-_decode_line = msgspec.json.Decoder(dict[str, float | int | str | bool | None]).decode
 
 
 class Stat:
@@ -175,18 +172,14 @@ class MetricsReader:
         self._path = records / f"rank-{rank}.metrics.jsonl"
         self._offset = 0
 
-    def new_lines(self) -> tuple[dict[str, float | int | str | bool | None], ...]:
-        """Return some complete new lines; () if there are none."""
+    def new_lines(self) -> str:
+        """Return some complete new lines; "" if there are none."""
         try:
             with self._path.open("rb") as stream:
                 stream.seek(self._offset)
                 data = stream.read(_BYTES_AT_A_TIME)
         except OSError:
-            return ()
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)[:_LINES_AT_A_TIME]
-        self._offset += sum(map(len, lines))
-        found = []
-        for line in lines:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                found.append(_decode_line(line))
-        return tuple(found)
+            return ""
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        return data.decode("utf-8", errors="replace")

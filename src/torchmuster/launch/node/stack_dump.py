@@ -19,7 +19,7 @@ _LONGEST_FLIGHT = 1_500_000
 _THREADS_SHOWN = 200
 
 
-async def dump_stacks(records: Path, ranks: Sequence[RankProcess]) -> Iterator[protocol.Evidence]:
+async def dump_stacks(records: Path, ranks: Sequence[RankProcess]) -> Iterator[protocol.Output]:
     """Return the stack dumps of these ranks."""
     for rank in ranks:
         with contextlib.suppress(OSError):
@@ -46,18 +46,17 @@ async def _wait_until(
 
 def _evidence(
     records: Path, ranks: Iterable[RankProcess], silent: Sequence[RankProcess]
-) -> Iterator[protocol.Evidence]:
+) -> Iterator[protocol.Output]:
     for rank in ranks:
         if rank in silent:
-            yield protocol.Evidence(
-                rank=rank.rank, name="stacks.txt", text=_without_python(records, rank)
-            )
+            text = _without_python(records, rank)
+            yield protocol.Output(rank=rank.rank, file="stacks.txt", text=text)
             continue
         stacks = _read(records / f"rank-{rank.rank}.stacks.txt")[:_LONGEST_STACKS]
-        yield protocol.Evidence(rank=rank.rank, name="stacks.txt", text=stacks)
+        yield protocol.Output(rank=rank.rank, file="stacks.txt", text=stacks)
         flight = _read(records / f"rank-{rank.rank}.flight.json")
         if 0 < len(flight) <= _LONGEST_FLIGHT:
-            yield protocol.Evidence(rank=rank.rank, name="flight.json", text=flight)
+            yield protocol.Output(rank=rank.rank, file="flight.json", text=flight)
 
 
 def _without_python(records: Path, rank: RankProcess) -> str:

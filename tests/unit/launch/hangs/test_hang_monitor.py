@@ -118,8 +118,8 @@ def test_a_hang_is_told_examined_and_kept(
         for rank, node in enumerate(it.nodes):
             secret = "token=hf_0123456789abcdefghij"
             say = functools.partial(it.hang_monitor.hear, node)
-            say(protocol.Evidence(rank=rank, name="stacks.txt", text=f"stack of {rank} {secret}"))
-            say(protocol.Evidence(rank=rank, name="../../evil", text="not a name of ours"))
+            say(protocol.Output(rank=rank, file="stacks.txt", text=f"stack of {rank} {secret}"))
+            say(protocol.Output(rank=rank, file="../../evil", text="not a name of ours"))
             say(protocol.Done(request="dump-stacks"))
         await it.settle()
         return it
