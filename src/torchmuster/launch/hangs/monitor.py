@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -15,9 +16,12 @@ from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.observation import Hang
 from torchmuster.launch.history import evidence, node_records, run_state
+from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.redaction import redact_text
 from torchmuster.runfolder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 # If many ranks wait for one, the stacks of some of them are enough.
 _RANKS_EXAMINED = 64
@@ -55,8 +59,6 @@ class HangMonitor:
         nodes: Sequence[ConnectedHost],
         run: RunFolder,
         *,
-        say: Callable[[str], None],
-        show: Callable[[Sequence[Finding]], None],
         later: Callable[[Awaitable[None]], None],
         end_after_s: float | None = None,
     ) -> None:
@@ -66,8 +68,6 @@ class HangMonitor:
         """
         self._nodes = nodes
         self._run = run
-        self._say = say
-        self._show = show
         self._later = later
         self._end_after_s = end_after_s
         self._watch = HangWatch()
@@ -106,15 +106,15 @@ class HangMonitor:
                 self._finding = None
                 self._examined.clear()
                 run_state.log_event(self._run, run_state.HANG_OVER, what=finding.what)
-                self._show([finding])
+                show_findings([finding])
                 return
             self._finding = finding
             if hang.key in self._examined:
-                self._show([messages.hang_continues_finding(finding)])
+                show_findings([messages.hang_continues_finding(finding)])
                 return
             self._examined.add(hang.key)
             run_state.log_event(self._run, run_state.HANG, what=finding.what)
-            self._show([finding])
+            show_findings([finding])
             self._later(self._examine(hang, finding))
 
     def hear(self, node: ConnectedHost, sign: protocol.FromAgent) -> None:
@@ -139,7 +139,7 @@ class HangMonitor:
         finding = self._unconnected.hear(sign.heartbeats)
         if finding is not None:
             run_state.log_event(self._run, finding.name, what=finding.what)
-            self._show([finding])
+            show_findings([finding])
 
     def _is_due(self, node: ConnectedHost) -> bool:
         """Return whether to write a host's record now: with many hosts, not each time."""
@@ -172,7 +172,7 @@ class HangMonitor:
         self._watch = HangWatch()
         if not self._failed:
             self._failed = True
-            self._say(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
+            logger.info(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
         """Request stack dumps from the ranks, and store them next to the finding."""
@@ -186,7 +186,7 @@ class HangMonitor:
             folder = await asyncio.to_thread(evidence.new_hang, self._run)
             await asyncio.to_thread(evidence.keep_hang, folder, finding)
         except OSError as error:
-            self._say(f"cannot store the ranks' stack dumps: {error}")
+            logger.info(f"cannot store the ranks' stack dumps: {error}")
             return
         here = {node.place for node in self._nodes if not node.is_lost and not node.ended}
         self._examination = _StackDump(finding=finding, folder=folder, missing=here)
@@ -197,9 +197,9 @@ class HangMonitor:
             await asyncio.wait_for(self._examination.answered.wait(), _EXAMINED_WITHIN_S)
         kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
         if kept.files:
-            self._say(f"stacks and collectives of the ranks are in {folder}")
+            logger.info(f"stacks and collectives of the ranks are in {folder}")
         if not hang.has_culprit:  # else it only repeats the finding
-            self._show([other for other in kept.analysis if other.name != finding.name])
+            show_findings([other for other in kept.analysis if other.name != finding.name])
 
     def _keep(self, examination: _StackDump, sign: protocol.Output) -> None:
         # The name comes from another host: only known names become files.

@@ -19,7 +19,6 @@ from torchmuster.launch.history import (
     run_state,
     script_metrics,
 )
-from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
 from torchmuster.launch.launcher.rendezvous_address import (
     RendezvousAddress,
@@ -89,8 +88,6 @@ class Attempt:
         self._hang_monitor = HangMonitor(
             hosts,
             self._run,
-            say=logger.info,
-            show=show_findings,
             later=session.send_later,
             end_after_s=self._spec.limits.end_hangs_s,
         )

@@ -25,7 +25,7 @@ from torchmuster.launch.launcher.console import (
     show_findings,
 )
 from torchmuster.launch.launcher.run import JobOutcome, Result
-from torchmuster.launch.launcher.stop_signals import StopSignal, StopSignals
+from torchmuster.launch.launcher.stop_signals import Stoppable, StopSignal, StopSignals
 from torchmuster.launch.schedulers.slurm.allocation import (
     job_id,
     may_go_back,
@@ -40,20 +40,12 @@ logger = logging.getLogger(__name__)
 _READ_WITHIN_S = 10.0
 
 
-class Task(Protocol):
+class Task(Stoppable, Protocol):
     """What is done with the hosts: a run (``run.py``) or a check of the group."""
 
     spec: JobSpec
     run_folder: RunFolder
     token: str
-
-    @property
-    def stop(self) -> Callable[[str], None]:
-        """Request a stop and give its origin; a second request stops without a grace period."""
-
-    @property
-    def pass_on(self) -> Callable[[str], None]:
-        """Pass a signal on to every rank."""
 
     async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
         """Run the task to its end; call ``on_phase`` with each phase that it enters."""

@@ -224,41 +224,31 @@ def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> s
             f"named {value!r}"
         )
     for name in value.split(","):
-        chosen = next(
-            (
-                interface
-                for interface in interfaces
-                if interface.name == name and interface.addresses
-            ),
-            None,
+        named = [known for known in interfaces if known.addresses and known.name == name]
+        error = f"Unable to find address for: {name}"
+        trouble = _trouble_with(
+            named, alone, f"{name} does not exist or has no address; gloo would fail with “{error}”"
         )
-        if chosen is None:
-            known = any(interface.name == name for interface in interfaces)
-            state = "has no address" if known else "does not exist"
-            return f"{name} {state}; gloo would fail with “Unable to find address for: {name}”"
-        if not chosen.up:
-            return f"{name} is down"
-        if not alone and (trouble := _leads_nowhere(chosen)):
+        if trouble:
             return trouble
     return ""
 
 
 def _nccl_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
-    matching = [
-        interface
-        for interface in interfaces
-        if interface.addresses and _nccl_takes(value, interface.name)
-    ]
+    matching = [known for known in interfaces if known.addresses and _nccl_takes(value, known.name)]
+    missing = "no interface matches it; NCCL would fail with “no socket interface found”"
+    return _trouble_with(matching, alone, missing)
+
+
+def _trouble_with(matching: Sequence[Interface], alone: bool, missing: str) -> str:
+    """Return why the first of these interfaces cannot be used, ``missing`` if there is none, "" if it can be."""
     if not matching:
-        return "no interface matches it; NCCL would fail with “no socket interface found”"
-    down = matching[0].name
-    matching = [interface for interface in matching if interface.up]
-    if not matching:
-        return f"{down} is down"
-    # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
-    if not alone and (trouble := _leads_nowhere(matching[0])):
-        return trouble
-    return ""
+        return missing
+    for interface in matching:
+        if interface.up:
+            # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
+            return "" if alone else _leads_nowhere(interface)
+    return f"{matching[0].name} is down"
 
 
 def _nccl_takes(value: str, name: str) -> bool:

@@ -53,9 +53,11 @@ class Transport(Protocol):
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return why a host will not join, once that is certain (ssh was refused); else None."""
+        return None
 
     def rejoins(self, place: int) -> bool:
         """Return whether a host that was lost while joining may rejoin by itself."""
+        return False
 
     async def close(self) -> None:
         """Close everything that was opened."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torchmuster.launch import protocol
-from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.channel import Arrive, Transport
 
 # How a node agent's output begins; output of login scripts or Slurm prologs does not look like this.
 FIRST_WORDS = b'={"kind":'
@@ -108,7 +108,7 @@ class PipeChannel:
         self._errors = (self._errors + data.decode(errors="replace"))[-_KEPT_WORDS:]
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """One place: this host."""
 
     def __init__(self, name: str) -> None:
@@ -133,14 +133,6 @@ class LocalTransport:
     def waiting_for(self, place: int) -> str:
         """Return what is being waited for."""
         return "its node agent is starting"
-
-    def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return None: a started process cannot fail to join later."""
-        return None
-
-    def rejoins(self, place: int) -> bool:
-        """Return False: this host does not connect by itself."""
-        return False
 
     async def close(self) -> None:
         """Do nothing: the owner of the channel closes it."""

@@ -25,7 +25,7 @@ from torchmuster.errors import NotNow
 from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
-from torchmuster.launch.transports.channel import Arrive, Channel
+from torchmuster.launch.transports.channel import Arrive, Channel, Transport
 from torchmuster.launch.transports.join.code import encode_code
 from torchmuster.launch.transports.join.transport import JoinedChannel, JoinTransport
 from torchmuster.launch.transports.local import NODE_AGENT
@@ -118,7 +118,7 @@ class SrunChannel:
         return output or self._channel.why_closed()
 
 
-class SrunTransport:
+class SrunTransport(Transport):
     """A transport to the nodes of an allocation (see channel.Transport)."""
 
     def __init__(
@@ -223,10 +223,6 @@ class SrunTransport:
             why=output or "srun exited without an error message",
             fix=_fix(output, self._allocation.job),
         )
-
-    def rejoins(self, place: int) -> bool:
-        """Return False: nodes do not connect by themselves."""
-        return False
 
     async def close(self) -> None:
         """Close the steps; the node agents and srun exit."""

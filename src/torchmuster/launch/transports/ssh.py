@@ -21,7 +21,7 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.job import Host, Limits
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.transports.channel import Arrive, allow_open_files
+from torchmuster.launch.transports.channel import Arrive, Transport, allow_open_files
 from torchmuster.launch.transports.local import NODE_AGENT, PipeChannel
 
 # sshd refuses more concurrent logins than this (MaxStartups).
@@ -79,7 +79,7 @@ def is_this_host(host: str) -> bool:
     return interfaces.is_local(name, look_up=lambda _: ())
 
 
-class SshTransport:
+class SshTransport(Transport):
     """One place for each host, in the order given by the user."""
 
     def __init__(
@@ -162,10 +162,6 @@ class SshTransport:
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return why ssh exited before the node agent sent a message."""
         return self._failed.get(place)
-
-    def rejoins(self, place: int) -> bool:
-        """Return False: hosts do not connect by themselves."""
-        return False
 
     async def close(self) -> None:
         """Cancel the connections that are not established yet."""

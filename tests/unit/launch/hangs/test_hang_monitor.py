@@ -3,7 +3,8 @@
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Sequence
+import logging
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,11 @@ class FakeChannel:
         self.sent.append(message)
 
 
-class Scene:
+class Scene(logging.Handler):
     """Two machines with a rank each, and what the launcher said of them."""
 
     def __init__(self, folder: Path, devices: tuple[str, ...] = ("CPU",)) -> None:
+        super().__init__()
         self.run: RunFolder = create_run_folder(folder, "test")
         self.channels = [FakeChannel(), FakeChannel()]
         self.nodes = [
@@ -50,17 +52,21 @@ class Scene:
         self.hang_monitor: HangMonitor
 
     def begin(self, end_after_s: float | None = None) -> None:
+        logging.getLogger("torchmuster.launch").addHandler(self)
+        logging.getLogger("torchmuster.launch").setLevel(logging.INFO)
         self.hang_monitor = HangMonitor(
             self.nodes,
             self.run,
-            say=self.said.append,
-            show=self._show,
             later=self._later,
             end_after_s=end_after_s,
         )
 
-    def _show(self, findings: Sequence[Finding]) -> None:
-        self.shown.extend(findings)
+    def emit(self, record: logging.LogRecord) -> None:
+        findings = getattr(record, "findings", None)
+        if findings is None:
+            self.said.append(record.getMessage())
+        else:
+            self.shown.extend(findings)
 
     def _later(self, work: Awaitable[None]) -> None:
         self.tasks.append(asyncio.ensure_future(work))

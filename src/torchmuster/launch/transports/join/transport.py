@@ -24,7 +24,7 @@ from torchmuster import __version__
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces
-from torchmuster.launch.transports.channel import Arrive, allow_open_files
+from torchmuster.launch.transports.channel import Arrive, Transport, allow_open_files
 from torchmuster.launch.transports.join import messages
 from torchmuster.launch.transports.join.certificate import make_certificate
 from torchmuster.launch.transports.join.code import (
@@ -97,7 +97,7 @@ class JoinedChannel:
             self._on_lost(self)
 
 
-class JoinTransport:
+class JoinTransport(Transport):
     """A transport (channel.py) for ``count`` machines that join.
 
     It listens on these addresses, or on all that other machines can use. With ``local`` the first place is this host, which is not counted. ``on_event`` gets the first connection with a wrong
@@ -195,10 +195,6 @@ class JoinTransport:
         if place in self._lost_at_s:
             return f"its connection was lost {now_s - self._lost_at_s[place]:.0f} s ago"
         return f"not connected yet, {now_s - self._opened_at_s:.0f} s"
-
-    def gave_up(self, place: int) -> protocol.Trouble | None:
-        """Return None: a machine can join as long as the launcher waits."""
-        return None
 
     def rejoins(self, place: int) -> bool:
         """Return whether it is a machine that can join again with the same code: all but this host."""
