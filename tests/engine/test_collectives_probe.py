@@ -17,7 +17,7 @@ from torchmuster import distributed
 from torchmuster.devices import snapshot
 from torchmuster.devices.identify import rocm_uuid
 from torchmuster.devices.model import DeviceKind
-from torchmuster.diagnose.probes import exact_values, matmul, pairs
+from torchmuster.diagnose.probes import exact_values, matmul
 from torchmuster.diagnose.probes.collectives import device_health
 from torchmuster.diagnose.probes.exact_values import (
     OPERATIONS,
@@ -204,14 +204,6 @@ def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
 
 
 # ---- pairs
-
-
-def test_only_pairs_far_below_their_kind_are_measured_again() -> None:
-    hosts = ["a", "a", "b"]
-    quick = [{"1": 9e9, "2": 1e9}, {"0": 9e9, "2": 0.9e9}, {"0": 1e9, "1": 0.9e9}]
-    assert pairs.slow_pairs(quick, hosts) == set()
-    slow = [{"1": 9e9, "2": 1e9, "3": 1e9}, {"2": 0.1e9, "3": 1e9}, {}, {}]
-    assert pairs.slow_pairs(slow, [*hosts, "c"]) == {(1, 2)}
 
 
 def test_the_health_of_an_amd_gpu_is_found_by_torchs_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

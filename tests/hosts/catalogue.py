@@ -6,7 +6,7 @@ next check must not find the fault any more; else undoing the fault stands for w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hosts.faults import (
@@ -74,7 +74,6 @@ class Catalogued:
     ranks: bool = False
     flags: Sequence[str] = ()
     host_words: str = ""  # what --hosts is given, where it is not all of them
-    files: dict[str, dict[str, str]] = field(default_factory=dict)
     today: str = ""
 
 
@@ -658,39 +657,6 @@ INSTALLATION = [
         says=["node2", "torchvision", "0.15.2"],
         fix="pip install",
         today="operator torchvision::nms does not exist",
-    ),
-    Catalogued(
-        name="another script on one host",
-        faults=[],
-        files={"node1": {"train.py": "print(1)\n"}, "node2": {"train.py": "print(2)\n"}},
-        flags=["train.py"],
-        finding="script-differs",
-        says=["train.py", "node2"],
-        fix="rsync",
-        mended_by=Command(host="node1", line="rsync"),
-    ),
-    Catalogued(
-        name="the script is missing on one host",
-        faults=[],
-        files={"node1": {"train.py": "print(1)\n"}, "node2": {}},
-        flags=["train.py"],
-        finding="script-missing",
-        says=["train.py", "node2"],
-        fix="rsync",
-        mended_by=Command(host="node1", line="rsync"),
-    ),
-    Catalogued(
-        name="other code next to the script on one host",
-        faults=[],
-        files={
-            "node1": {"train.py": "import model\n", "model.py": "x = 1\n"},
-            "node2": {"train.py": "import model\n", "model.py": "x = 2\n"},
-        },
-        flags=["train.py"],
-        finding="code-differs",
-        says=["train.py", "node2"],
-        fix="rsync",
-        mended_by=Command(host="node1", line="rsync"),
     ),
 ]
 

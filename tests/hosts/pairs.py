@@ -25,7 +25,7 @@ def random_pairs(count: int, seed: int) -> Iterator[tuple[Catalogued, Catalogued
         one
         for one in ALL
         # What keeps every machine from coming hides all else.
-        if not one.files and not one.host_words and one.hosts < HOSTS and not _hides_all(one)
+        if not one.host_words and one.hosts < HOSTS and not _hides_all(one)
     ]
     while count:
         first, second = chance.sample(alone, 2)

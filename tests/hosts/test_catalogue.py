@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ _EACH_NIGHT = (
     "a low limit of open files",
     "the disk for runs is full",
     "another version of torch",
-    "another script on one host",
     "an NVLink is down",
     "one value in a million that a host sends is wrong",
     "a device is five times slower than the others",
@@ -56,9 +54,9 @@ _CASES = {
 @pytest.mark.parametrize("fault", nightly_except(_EACH_CHANGE, _CASES))
 def test_named_and_mended(fault: Catalogued, make_lab: MakeLab) -> None:
     lab = make_lab(fault.hosts)
-    with ExitStack() as made:
-        work = _folders(lab, fault, made)
-        made.enter_context(injected(lab, *fault.faults))
+    work = lab.folder / "work"
+    work.mkdir()
+    with injected(lab, *fault.faults):
         found = _check(lab, fault, work)
         finding = _the_finding(fault, found)
         if fault.mended_by is not None:
@@ -81,21 +79,6 @@ def _the_finding(fault: Catalogued, found: Found) -> dict[str, str]:
         if names(one, fault.says) and fault.fix in one["fix"]:
             return one
     raise AssertionError(f"{fault.finding}: {list(fault.says)}, fix {fault.fix!r}\n{found.said}")
-
-
-def _folders(lab: Lab, fault: Catalogued, made: ExitStack) -> Path:
-    """Give each host its own files in the same folder, as machines without a shared disk have."""
-    work = lab.folder / "work"
-    work.mkdir()
-    for name, files in fault.files.items():
-        own = lab.folder / f"work-{name}"
-        own.mkdir()
-        for path, text in files.items():
-            (own / path).write_text(text)
-        host = lab.host(name)
-        host.run(["mount", "--bind", str(own), str(work)], check=True)
-        made.callback(host.run, ["umount", "-l", str(work)])
-    return work
 
 
 def _note(fault: Catalogued, finding: dict[str, str], found: Found, lab: Lab) -> None:

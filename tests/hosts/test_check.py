@@ -110,28 +110,6 @@ def test_another_torch_is_told_before_ranks_would_hang_over_it(lab2: Lab) -> Non
 
 
 @pytest.mark.nightly
-def test_code_that_differs_is_found_and_the_script_is_not_run(lab2: Lab) -> None:
-    work, other = work_of(lab2), lab2.folder / "other"
-    other.mkdir()
-    script = "open('was-run', 'w')\n"
-    (work / "train.py").write_text(script)
-    (other / "train.py").write_text(f"{script}# of yesterday\n")
-    node2 = lab2.host("node2")
-    node2.run(["mount", "--bind", str(other), str(work)], check=True)
-    try:
-        # What follows a script is its own, as in muster run.
-        found = check(lab2, "--quick", "--json", "train.py")
-    finally:
-        node2.run(["umount", str(work)], check=True)
-    (failure,) = found.above_note()
-    assert failure["name"] == "script-differs"
-    assert failure["what"].startswith("train.py ")
-    assert re.findall(r"node\d", failure["what"]) == ["node2", "node1"]
-    assert not (work / "was-run").exists()
-    assert not (other / "was-run").exists()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("stage", _STAGES)
 def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) -> None:
     node1 = lab2.hosts[0]

@@ -49,9 +49,8 @@ def test_good_ranks_compare_every_value_and_nothing_is_found(
         names = [one.name for one in record.operations]
         assert names == ["all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all"]
         assert all(one.values.compared > 4096 for one in record.operations)
-        assert all(one.small_s and one.large_s for one in record.operations)
         assert [one.peer for one in record.pairs] == [r for r in range(ranks) if r != record.rank]
-        assert all(one.bytes_per_s and one.latency_s for one in record.pairs)
+        assert all(one.bytes_per_s for one in record.pairs)
         (product,) = record.matmuls
         assert product.flops_per_s > 1e8
         assert product.values.compared >= 65536

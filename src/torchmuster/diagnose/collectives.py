@@ -13,7 +13,6 @@ from torchmuster.finding import Finding, Status
 _SLOW_DEVICE = 0.6  # of the median of the others of its model
 _SLOW_PAIR = 0.15  # of the median of the others of its kind
 _SLOW_PAIR_BYTES_PER_S = 40e6  # slower than a busy processor alone can explain
-_LATE_S = 0.25
 _SLOW_SHOWN = 6
 _STAGES = {
     "group": "creating the process group",
@@ -21,20 +20,13 @@ _STAGES = {
     "collectives": "the collectives",
     "suspects": "the search for wrong sums",
     "pairs": "the point-to-point test",
-    "arrival": "the final collectives",
 }
 _SHOWN = 6
 
 
 def judge_slowness(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return what slows the group down: slow or hot devices, slow pairs, late ranks."""
-    slow = list(_slow_devices(records))
-    return [
-        *slow,
-        *_hot(records),
-        *_slow_pairs(records),
-        *([] if slow else _late(records)),  # a slow device is late too: report it once
-    ]
+    """Return what slows the group down: slow or hot devices, slow pairs."""
+    return [*_slow_devices(records), *_hot(records), *_slow_pairs(records)]
 
 
 def _slow_devices(records: Sequence[RankRecord]) -> Iterator[Finding]:
@@ -183,26 +175,6 @@ def _by_common_end(
 
 def _both_ways(pairs: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
     return {*pairs, *((high, low) for low, high in pairs)}
-
-
-def _late(records: Sequence[RankRecord]) -> Iterator[Finding]:
-    waits = {record.rank: record.waited_s for record in records if record.waited_s is not None}
-    if len(waits) < 2:
-        return
-    last = min(waits, key=lambda rank: waits[rank])
-    others = statistics.median(wait for rank, wait in waits.items() if rank != last)
-    late_s = others - waits[last]
-    if late_s > _LATE_S:
-        record = next(record for record in records if record.rank == last)
-        yield finding(
-            "late-rank",
-            hosts=(record.host,),
-            where=record.where,
-            late_s=late_s,
-            host=record.host,
-            others=others,
-            waits=waits[last],
-        )
 
 
 def judge_collectives(

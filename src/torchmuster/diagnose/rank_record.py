@@ -45,19 +45,14 @@ class Values(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of collective: its values, the ranks whose parts were wrong, and its best times.
+    """One kind of collective: its values, and the ranks whose parts were wrong.
 
-    The values of a sum come from all ranks, so ``wrong_from`` is empty. ``small`` and ``large`` are
-    the two message sizes; each time covers the whole call.
+    The values of a sum come from all ranks, so ``wrong_from`` is empty.
     """
 
     name: str
     values: Values
     wrong_from: dict[int, int] = {}
-    small_bytes: int = 0
-    small_s: float | None = None
-    large_bytes: int = 0
-    large_s: float | None = None
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +60,6 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     peer: int
     values: Values
-    latency_s: float | None = None  # one way
     bytes_per_s: float | None = None
 
 
@@ -106,7 +100,6 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[Operation, ...] = ()
     suspects: tuple[tuple[int, ...], ...] = ()  # smallest groups of ranks whose sum was wrong
     pairs: tuple[Pair, ...] = ()
-    waited_s: float | None = None  # for the others, after equal work
     trouble: Trouble | None = None
     ended: bool = False
 

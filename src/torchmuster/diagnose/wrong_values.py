@@ -14,6 +14,7 @@ SECOND_TRY = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 _VARIABLES = " ".join(f"{name}={value}" for name, value in SECOND_TRY.items())
 
 _SUMS = ("all-reduce", "reduce-scatter")
+_LINES_SHOWN = 6
 
 
 def judge_values(
@@ -23,19 +24,16 @@ def judge_values(
 
     ``second`` are the records of another try with the variables of ``SECOND_TRY``.
     """
-    by_rank = {record.rank: record for record in records}
     broken = [record for record in records if _matmul_values(record).wrong]
     findings = [_wrong_device(record) for record in broken]
     known = {record.rank for record in broken}
     for ranks in _spoilers(records):
         if not known & set(ranks):
-            guilty = [by_rank[rank] for rank in ranks if rank in by_rank]
-            findings.append(_wrong_values(guilty or records, records, second))
+            findings.append(_wrong_sums(ranks, records, second))
             known |= set(ranks)
     for ranks in blame_ranks(wrong_pairs(records)):
         if not known & set(ranks):
-            guilty = [by_rank[rank] for rank in ranks if rank in by_rank]
-            findings.append(_p2p_wrong(guilty or records, records, second))
+            findings.append(_wrong_transfers(ranks, records, second))
     return findings
 
 
@@ -90,84 +88,72 @@ def _wrong_device(record: RankRecord) -> Finding:
     )
 
 
-def _wrong_values(
-    guilty: Sequence[RankRecord],
-    records: Sequence[RankRecord],
-    second: Sequence[RankRecord] | None,
+def _wrong_sums(
+    ranks: Sequence[int], records: Sequence[RankRecord], second: Sequence[RankRecord] | None
 ) -> Finding:
+    """Return the finding for ranks that corrupt collectives."""
+    guilty = _records_of(ranks, records)
     seen: dict[str, Values] = {}
     for record in records:
         for operation in record.operations:
             if operation.values.wrong:
                 seen[operation.name] = seen.get(operation.name, Values()) + operation.values
-    alone = len(guilty) == 1
-    between = "" if alone else " between them"
-    why = "known test values arrived changed; in training this would corrupt the model without an error"
-    fix = _leave_out(guilty[0])
-    if second and not any(record.trouble or _wrong_operations(record) for record in second):
-        why += f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
-        fix = f"export {_VARIABLES}\nor {fix}"
-    elif second is not None:
-        why += f". {_second_try(second)}"
+    still_wrong = any(map(_wrong_operations, second or ()))
+    why, fix = _with_second_try(guilty[0], second, still_wrong)
     return finding(
         "wrong-values",
         hosts=tuple(dict.fromkeys(record.host for record in guilty)),
         guilty=_name(guilty),
-        text="corrupts" if alone else "corrupt",
-        between=between,
-        seen=", ".join(seen),
+        operations=", ".join(seen),
         why=why,
         fix=fix,
-        evidence="\n".join(
-            (
-                f"{name}: {_count(values)} over all ranks; {_first(values)}"
-                for name, values in seen.items()
-            )
-        ),
+        evidence=_evidence(seen),
     )
 
 
-def _second_try(second: Sequence[RankRecord]) -> str:
-    if not second or any(record.trouble for record in second):
-        return f"A second try with {_VARIABLES} did not finish"
-    return f"{_VARIABLES} does not change this"
-
-
-def _p2p_wrong(
-    guilty: Sequence[RankRecord],
-    records: Sequence[RankRecord],
-    second: Sequence[RankRecord] | None,
+def _wrong_transfers(
+    ranks: Sequence[int], records: Sequence[RankRecord], second: Sequence[RankRecord] | None
 ) -> Finding:
-    ranks = {record.rank for record in guilty}
-    lines = []
+    """Return the finding for ranks between which data arrives changed."""
+    guilty = _records_of(ranks, records)
+    seen: dict[str, Values] = {}
     for record in records:
         for pair in record.pairs:
-            if pair.values.wrong and ranks & {record.rank, pair.peer}:
-                lines.append(
-                    f"rank {pair.peer} to rank {record.rank}: {_count(pair.values)}; "
-                    f"{_first(pair.values)}"
-                )
-    cured = second and not any(record.trouble for record in second) and not wrong_pairs(second)
-    if cured:
-        why = (
-            f"with {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
-        )
-        fix = f"export {_VARIABLES}\n# permanent fix: disable ACS and the IOMMU in the BIOS"
-    else:
-        why = "data sent from one rank to another arrives changed; collectives use the same path"
-        if second is not None:
-            why += f". {_second_try(second)}"
-        fix = _leave_out(guilty[0])
-    exchange = "exchanges with others" if len(guilty) == 1 else "send to each other"
+            if pair.values.wrong and {record.rank, pair.peer} & set(ranks):
+                seen[f"rank {pair.peer} to rank {record.rank}"] = pair.values
+    why, fix = _with_second_try(guilty[0], second, bool(wrong_pairs(second or ())))
     return finding(
         "p2p-wrong",
         hosts=tuple(dict.fromkeys(record.host for record in guilty)),
         guilty=_name(guilty),
-        exchange=exchange,
         why=why,
         fix=fix,
-        evidence="\n".join(lines[:6]),
+        evidence=_evidence(seen),
     )
+
+
+def _records_of(ranks: Sequence[int], records: Sequence[RankRecord]) -> Sequence[RankRecord]:
+    """Return the records of these ranks; all records if theirs are lost."""
+    return [record for record in records if record.rank in ranks] or records
+
+
+def _with_second_try(
+    record: RankRecord, second: Sequence[RankRecord] | None, still_wrong: bool
+) -> tuple[str, str]:
+    """Return what the second try shows, and the fix."""
+    if second is None:
+        return "", _leave_out(record)
+    if not second or any(again.trouble for again in second):
+        return f". A second try with {_VARIABLES} did not finish", _leave_out(record)
+    if still_wrong:
+        return f". {_VARIABLES} does not change this", _leave_out(record)
+    why = f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
+    return why, f"export {_VARIABLES}\nor {_leave_out(record)}"
+
+
+def _evidence(seen: Mapping[str, Values]) -> str:
+    lines = [f"{where}: {_count(values)}; {_first(values)}" for where, values in seen.items()]
+    return "\n".join(lines[:_LINES_SHOWN])
 
 
 def _leave_out(record: RankRecord) -> str:

@@ -51,15 +51,10 @@ def rank(number: int, size: int = 2, **changes: object) -> RankRecord:
         "backend": "gloo",
         "stage": "end",
         "matmuls": (Matmul(precision="float32", flops_per_s=150e9, values=RIGHT),),
-        "operations": (
-            Operation(name="all-reduce", values=RIGHT, large_bytes=4 * 2**20, large_s=0.01),
-        ),
+        "operations": (Operation(name="all-reduce", values=RIGHT),),
         "pairs": tuple(
-            Pair(peer=peer, values=RIGHT, latency_s=5e-5, bytes_per_s=1e9)
-            for peer in range(size)
-            if peer != number
+            Pair(peer=peer, values=RIGHT, bytes_per_s=1e9) for peer in range(size) if peer != number
         ),
-        "waited_s": 0.001,
         "ended": True,
     }
     return RankRecord(**{**fields, **changes})  # type: ignore[arg-type]

@@ -302,7 +302,7 @@ async def _measure_ring(
     neighbours = {tuple(sorted((host, (host + 1) % count))) for host in range(count)}
     pairs = [(low, high) for low, high in sorted(neighbours)]
     for _ in range(_TRIES):
-        for batch in disjoint(pairs, lambda pair: pair):
+        for batch in disjoint(pairs):
             await asyncio.gather(
                 *(_measure(listeners, links, pair, nonce, timeout_s) for pair in batch)
             )

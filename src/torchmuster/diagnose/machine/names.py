@@ -4,7 +4,6 @@ import ipaddress
 import queue
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,10 +50,12 @@ def own_name(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def reverse_lookup(surroundings: Surroundings) -> Iterator[Finding]:
-    """Do a reverse lookup of this host's address and its router's, as each TCPStore client does."""
-    addresses = [candidate.address for candidate in network.interface_candidates()[:1]]
-    # /etc/hosts often has the own address but not those of other hosts.
-    addresses += _routers(surroundings)[:1]
+    """Look up the names of this host's address and of another one, as each TCPStore client does."""
+    addresses = []
+    for candidate in network.interface_candidates()[:1]:
+        # /etc/hosts often has the own address but not those of all other hosts.
+        neighbours = ipaddress.ip_network(f"{candidate.address}/24", strict=False)
+        addresses = [candidate.address, str(neighbours[-2])]
     seen = []
     for address in addresses:
         answer = _look_up(partial(_name_of, address))
@@ -169,16 +170,6 @@ def _localhost(answer: _Answer) -> Iterator[Finding]:
         return
     status = Status.NOTE if "::1" in answer.addresses else Status.FAILURE
     yield finding("localhost-wrong", status=status, stands=", ".join(answer.addresses) or "nothing")
-
-
-def _routers(surroundings: Surroundings) -> list[str]:
-    """Return the routers of the default routes."""
-    routers = []
-    for line in (surroundings.text("/proc/net/route") or "").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 7 and fields[1] == "00000000" and fields[2] != "00000000":
-            routers.append(socket.inet_ntoa(struct.pack("<L", int(fields[2], 16))))
-    return routers
 
 
 CHECKS = (

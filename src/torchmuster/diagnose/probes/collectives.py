@@ -11,7 +11,6 @@ ranks.
 
 import os
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from torchmuster.devices import snapshot
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
-from torchmuster.diagnose.probes.exact_values import Seat, all_reduce, wait_for_device
+from torchmuster.diagnose.probes.exact_values import Seat
 from torchmuster.diagnose.probes.in_time import Absent, Hangs, RankBarrier, in_time
 from torchmuster.diagnose.rank_record import Health, RankRecord, Trouble, line_of
 from torchmuster.diagnose.torch_private import collectives_begun
@@ -34,7 +33,6 @@ _FORM_S = 60.0
 _COME_S = 10.0
 _SILENT_S = 8.0
 _END_S = 3.0
-_ARRIVALS = 5
 _MEASURED_AGAIN = 2
 _SUSPICIOUS = 0.75  # of the fastest device of the same model
 
@@ -100,7 +98,6 @@ class _Stages:
         self._together = together
         self._device = device
         self._seat = Seat(rank=record.rank, world_size=record.world_size, device=device)
-        self._hosts: list[str] = []
 
     def run(self) -> RankRecord:
         """Run the stages and return the filled record."""
@@ -109,7 +106,6 @@ class _Stages:
             "collectives": self._collectives,
             "suspects": self._suspects,
             "pairs": self._pairs,
-            "arrival": self._arrival,
         }
         for name, work in stages.items():
             self._change(stage=name)
@@ -125,7 +121,7 @@ class _Stages:
 
     def _stage(self, name: str, work: Callable[[], Changes]) -> Trouble | None:
         try:
-            self._hosts = self._together.share(f"come {name}", self._record.host, _COME_S)
+            self._together.share(f"come {name}", self._record.host, _COME_S)
         except Absent as error:
             return Trouble(stage=name, problem="absent", ranks=error.ranks)
         except (Hangs, RuntimeError) as error:
@@ -186,19 +182,7 @@ class _Stages:
         return {"suspects": exact_values.find_suspects(self._seat, self._together)}
 
     def _pairs(self) -> Changes:
-        return {"pairs": pairs.measure_pairs(self._seat, self._hosts, self._together)}
-
-    def _arrival(self) -> Changes:
-        """Do the same work on every rank, then an all-reduce: the last rank waits least."""
-        waits = []
-        for turn in range(_ARRIVALS):
-            matmul.matmul_work(self._device)
-            call, _ = all_reduce(self._seat, 1, turn)
-            began = time.perf_counter()
-            call()
-            wait_for_device(self._device)
-            waits.append(time.perf_counter() - began)
-        return {"waited_s": statistics.median(waits)}
+        return {"pairs": pairs.measure_pairs(self._seat, self._together)}
 
 
 def _wanted_backend() -> str:

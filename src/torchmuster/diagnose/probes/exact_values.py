@@ -211,24 +211,16 @@ def _run(
     small_s = min(count.turn(_SMALL) for _ in range(_SMALL_TURNS))
     large = _LARGE.get(seat.device.type, _LARGE_ON_GPU)
     # All ranks must make the same number of calls, so the slowest rank decides.
-    more_s = min(count.turn(_MIDDLE) for _ in range(_MIDDLE_TURNS)) - small_s
-    middle_s = max(together.share(f"{name} middle", more_s, _wait_s(seat)))
-    if middle_s * large / _MIDDLE > _TOO_SLOW_S:
+    middle_s = min(count.turn(_MIDDLE) for _ in range(_MIDDLE_TURNS)) - small_s
+    slowest_s = max(together.share(f"{name} middle", middle_s, _wait_s(seat)))
+    if slowest_s * large / _MIDDLE > _TOO_SLOW_S:
         large = _MIDDLE
     large_s = count.turn(large)
     slowest_s = max(together.share(f"{name} large", large_s, _wait_s(seat)))
     most = _MOST_TURNS.get(name, _MOST_TURNS_OTHERS)
     for _ in range(min(most, int(_BUDGET_S / max(slowest_s, 1e-6))) - 1):
-        large_s = min(large_s, count.turn(large))
-    return Operation(
-        name=name,
-        values=count.values,
-        wrong_from=count.wrong_from,
-        small_bytes=_SMALL * 4,
-        small_s=small_s,
-        large_bytes=large * 4,
-        large_s=large_s,
-    )
+        count.turn(large)
+    return Operation(name=name, values=count.values, wrong_from=count.wrong_from)
 
 
 class _Count:

@@ -62,14 +62,6 @@ def better_matmul(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Mat
     )
 
 
-def matmul_work(device: torch.device) -> None:
-    """Keep the device busy for a few milliseconds."""
-    left, right, _ = _factors(device, torch.float32)
-    for _ in range(20):
-        torch.matmul(left, right)
-    wait_for_device(device)
-
-
 def _measure(device: torch.device, precision: torch.dtype) -> Matmul:
     left, right, expected = _factors(device, precision)
     values, best_s = Values(), float("inf")
