@@ -65,7 +65,7 @@ def test_one_wrong_value_in_a_million_is_found_with_its_rank(
     records = probe(torchrun, fault, ranks=3)
     finding = only(collectives.judge_collectives(records))
     assert finding.name == "wrong-values"
-    _device, rank, does = finding.what.partition("(rank 1) ")
+    _device, rank, does = finding.what.partition("(rank 1): ")
     assert rank
     assert "all-reduce" in does
     assert does == snapshot
@@ -80,7 +80,7 @@ def test_zeros_from_others_are_found_and_a_second_try_is_asked_for(torchrun: Tor
     records = probe(torchrun, "p2p-zeros", ranks=3)
     finding = only(collectives.judge_collectives(records))
     assert finding.name == "p2p-wrong"
-    assert "(rank 1) exchanges with others" in finding.what
+    assert "(rank 1): corrupted values in transfers" in finding.what
     assert wrong_values.second_try(records) == wrong_values.SECOND_TRY
 
 

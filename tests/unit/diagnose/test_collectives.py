@@ -296,7 +296,7 @@ def test_a_rank_that_fell_silent_is_named_and_the_errors_of_the_others_are_its_c
     error = {"trouble": Trouble(stage="pairs", problem="error", text="RuntimeError: closed")}
     finding = only(collectives.judge_collectives(ranks(2, r0=error, r1=silent)))
     assert finding.name == "collective-hangs"
-    assert finding.what.startswith("node2, CPU (rank 1): ")
+    assert finding.what.startswith("node2, CPU (rank 1) ")
     assert finding == snapshot
 
 
@@ -348,7 +348,7 @@ def test_heat_under_load_is_a_warning_and_a_power_limit_a_note(snapshot: Snapsho
     hot = Health(temperature_c=91, throttled_by=("heat (hardware)",))
     finding = only(collectives.judge_collectives(ranks(r1={"health": hot})))
     assert (finding.name, finding.status) == ("gpu-hot", Status.WARNING)
-    assert finding.what.startswith("node2, CPU (rank 1): ")
+    assert finding.what.startswith("node2, CPU (rank 1) ")
     assert "heat (hardware)" in finding.what
     assert finding == snapshot
     capped = Health(throttled_by=("power limit",))
