@@ -82,4 +82,5 @@ class Launcher:
         while message is not None:
             self._on_message(message)
             message = receive(self._connection, _MESSAGE)
+        self._process.wait()  # leave no zombie in the kernel
         self._on_message(None)

@@ -10,11 +10,11 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,6 +40,7 @@ from torchmuster.notebook.messages import (
     receive,
     send,
 )
+from torchmuster.notebook.shown import CellShown
 from torchmuster.runfolder import DEFAULT_ROOT, create_run_folder
 
 _LOOK_EVERY_S = 0.1
@@ -63,22 +64,6 @@ class Received(NamedTuple):
 
 
 Event = Arrived | Received | FromLauncher | None  # None: the launcher has exited
-
-
-class CellView(Protocol):
-    """What is shown of a cell while it runs."""
-
-    def wrote(self, rank: int, text: str) -> None:
-        """Show printed text."""
-
-    def found(self, findings: Sequence[Finding]) -> None:
-        """Show findings of the launcher."""
-
-    def passing(self, done: Mapping[int, Done]) -> None:
-        """Update the display, given the ranks that have finished."""
-
-    def interrupted(self) -> None:
-        """Say that the ranks were interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +134,7 @@ class Ranks:
         for event in printed:  # shown with the next cell
             self._events.put(event)
 
-    def run(self, code: str, name: str, ranks: Collection[int], view: CellView) -> CellResult:
+    def run(self, code: str, name: str, ranks: Collection[int], view: CellShown) -> CellResult:
         """Run a cell on some ranks, and wait for all of them.
 
         Ctrl-C interrupts them, and the cell ends when they have returned: a rank may be saving, or
@@ -195,7 +180,7 @@ class Ranks:
         except queue.Empty:
             return Said(text="")
 
-    def _show(self, event: Event, view: CellView) -> None:
+    def _show(self, event: Event, view: CellShown) -> None:
         match event:
             case Received(rank=rank, message=Wrote(text=text)) | Printed(rank=rank, text=text):
                 view.wrote(rank, text)
@@ -244,7 +229,7 @@ class Ranks:
             fix=f"{self._failure.fix}\n{fix}".strip(),
         )
 
-    def _show_late_output(self, done: dict[int, Done], view: CellView) -> None:
+    def _show_late_output(self, done: dict[int, Done], view: CellShown) -> None:
         """Wait for output through the logs, which arrives shortly after the cell's end."""
         late = {rank for rank, result in done.items() if result.wrote_to_log}
         deadline = time.monotonic() + _LATE_OUTPUT_S
