@@ -12,7 +12,7 @@ from rank_programs.small_models import data, portion, seeded_model, step_of, str
 from torchmuster.errors import MusterError
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import MicroBatch
-from torchmuster.train.evaluate import evaluate, predict
+from torchmuster.train.evaluate import evaluate
 from torchmuster.train.world import World
 
 SIZES = range(1, 18)
@@ -45,11 +45,11 @@ def one_process(size: int) -> dict[str, float]:
     }
 
 
-Answers = list[tuple[dict[str, float], list[float]]]
+Answers = list[dict[str, float]]
 
 
 def every_size(world: World) -> dict[str, Answers]:
-    """Evaluate and predict 1 to 17 samples, shuffled and spread over the ranks."""
+    """Evaluate 1 to 17 samples, shuffled and spread over the ranks."""
     return {name: _every_size(world, name) for name in BATCHES}
 
 
@@ -67,16 +67,15 @@ def _every_size(world: World, name: str) -> Answers:
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
         )
-        rows = predict(model, loader, lambda model, batch: model(batch[0]), world)
-        answers.append((evaluate(model, loader, measure, world), rows.tolist()))
+        answers.append(evaluate(model, loader, measure, world))
     assert model.training
     assert not frozen.training
     assert all(one.grad is None for one in model.parameters())
     return answers
 
 
-def own_statistics(world: World) -> dict[str, tuple[dict[str, float], list[float]]]:
-    """Evaluate and predict the samples 1 to 4 with running statistics that differ over the ranks."""
+def own_statistics(world: World) -> dict[str, dict[str, float]]:
+    """Evaluate the samples 1 to 4 with running statistics that differ over the ranks."""
 
     def spoilt() -> nn.Module:
         model = strategy_of(name, world).prepare(nn.Sequential(nn.BatchNorm1d(1)))
@@ -94,26 +93,15 @@ def own_statistics(world: World) -> dict[str, tuple[dict[str, float], list[float
     steps = [step_of([MicroBatch(batch=batch, samples=2, indices=own)], 4)]
     answers = {}
     for name in ("ddp", "fsdp"):
-        numbers = evaluate(spoilt(), steps, lambda *both: {"value": forward(*both)}, world)
-        answers[name] = (numbers, predict(spoilt(), steps, forward, world).tolist())
+        answers[name] = evaluate(spoilt(), steps, lambda *both: {"value": forward(*both)}, world)
     return answers
 
 
-def refusals(world: World) -> list[str]:
-    """What is wrong with a measure or with batches, in words."""
-    model = seeded_model()
+def refusal(world: World) -> str:
+    """What is wrong with a measure, in words."""
     steps = [step_of(portion(5, world, rounds=3), None)]
-    nameless = [
-        step_of([type(one)(batch=one.batch, samples=one.samples) for one in step], None)
-        for step in steps
-    ]
-    said = []
-    for attempt in (
-        lambda: evaluate(model, steps, lambda model, batch: {"a": torch.tensor(1.0)}, world),
-        lambda: predict(model, nameless, lambda model, batch: model(batch[0]), world),
-    ):
-        try:
-            attempt()
-        except MusterError as error:
-            said.append(str(error))
-    return said
+    try:
+        evaluate(seeded_model(), steps, lambda model, batch: {"a": torch.tensor(1.0)}, world)
+    except MusterError as error:
+        return str(error)
+    return ""

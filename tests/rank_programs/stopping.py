@@ -194,7 +194,7 @@ def when_one_is_killed(world: World) -> bool:
     if world.global_rank == 1:
         gone = subprocess.Popen([sys.executable, "-c", ""])
         gone.wait()
-        _MODULE.process_address = lambda: f"{stop_request._stop_request_machine()} {gone.pid}"
+        _MODULE.process_address = lambda: f"{stop_request._host_id()} {gone.pid}"
         StopRequest._follow = lambda *_: None  # type: ignore[method-assign]
     with StopRequest(world) as stop:
         dist.barrier()

@@ -15,7 +15,7 @@ Ids = list[list[list[int]]]  # of each micro-batch
 
 def loader(world: World, place: str) -> StreamLoader:
     text = TextFormat(tokenizer=ByteTokenizer(), sequence_length=24)
-    records = open_files(place, RecordFormat(), streaming=True)
+    records = open_files(place, RecordFormat(), options={"streaming": True})
     return StreamLoader(TextStream(records, text), world, global_batch_size=4)
 
 

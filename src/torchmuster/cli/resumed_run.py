@@ -27,13 +27,11 @@ _MAY_CHANGE = (
     *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep"),
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
     *("train.precision", "train.activation_checkpointing", "train.compile"),
-    *("train.log_every", "train.evaluate_every", "train.early_stopping_"),
+    *("train.log_every", "train.evaluate_every"),
     *("data.workers", "data.evaluation_", "model.device_map"),
     "metrics.",
 )
 _LENGTHS = ("train.epochs", "train.steps")
-# Changes of these let a finished run continue.
-_LONGER = (*_LENGTHS, "train.early_stopping_patience")
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")  # these do not depend on the end
 # Time that a node agent may take to exit after the ranks' grace period.
 _BEYOND_GRACE_S = 10.0
@@ -128,16 +126,11 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     _refuse(run, resolved, before, changed)
     _check_checkpoint(run, resolved)
     state = run_state.read_state(run)
-    if state is not None and state.phase == "finished" and not changed.keys() & set(_LONGER):
+    if state is not None and state.phase == "finished" and not changed.keys() & set(_LENGTHS):
         given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
         output.say(
             f"muster: {run.id} has finished: nothing left to train\n"
             f"        to train longer: muster train --resume {run.id} --set {given}=…"
-            + (
-                "\n        after an early stop: --set train.early_stopping_patience=…"
-                if now["train.early_stopping_patience"]
-                else ""
-            )
         )
         return True
     for path, value in changed.items():

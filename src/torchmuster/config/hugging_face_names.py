@@ -55,7 +55,7 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     ),
     "lr_scheduler_kwargs": OurSetting(
         path="train.min_learning_rate",
-        how="min_lr is train.min_learning_rate, num_decay_steps is train.decay_steps",
+        how="min_lr is train.min_learning_rate",
     ),
     "warmup_steps": OurSetting(path="train.warmup"),
     "warmup_ratio": OurSetting(path="train.warmup", how="as a share: 3% instead of 0.03"),
@@ -108,7 +108,6 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
         path="checkpoint.keep_best", how="and muster checkpoint export RUN best --to FOLDER"
     ),
     "metric_for_best_model": OurSetting(path="checkpoint.keep_best", how="the loss is measured"),
-    "early_stopping_patience": OurSetting(path="train.early_stopping_patience"),
     "eval_steps": OurSetting(path="train.evaluate_every"),
     "eval_strategy": OurSetting(
         path="train.evaluate_every", how="leave it out to evaluate after each epoch"

@@ -140,44 +140,18 @@ class Data:
         Text | None,
         Meta(description="Folder of images to classify, with one subfolder for each class."),
     ] = None
-    split: Annotated[Text, Meta(description="Split of the Hugging Face dataset.")] = "train"
     options: Annotated[
         dict[str, Any] | None,
         Meta(
-            description="Options of datasets.load_dataset for a Hugging Face dataset, such as "
-            "{name: wikitext-2-raw-v1, revision: main}."
+            description="Options of datasets.load_dataset for files or a Hugging Face dataset, such as "
+            "{name: wikitext-2-raw-v1, split: 'train[:1000]', streaming: true}."
         ),
     ] = None
-    streaming: Annotated[
-        bool,
-        Meta(description="Read a dataset on the hub during training instead of downloading it."),
-    ] = False
-    format: Annotated[
-        Literal["auto", "text", "chat", "prompt_completion", "tokens"],
-        Meta(
-            description="What a record holds: text, chat messages, a prompt and its completion, or "
-            "token ids; auto decides by the fields of the first record."
-        ),
-    ] = "auto"
     columns: Annotated[
         dict[str, str] | None,
         Meta(
-            description="Fields with other names: {text: body, messages: chat, prompt: question, "
-            "completion: answer}."
-        ),
-    ] = None
-    train_on: Annotated[
-        Literal["answers", "all"],
-        Meta(
-            description="Which tokens of chats and completions count in the loss: those of the "
-            "assistant's messages and of completions, or all."
-        ),
-    ] = "answers"
-    chat_template: Annotated[
-        Text | None,
-        Meta(
-            description="A file with a chat template (Jinja), instead of the tokenizer's; it is "
-            "saved with the model."
+            description="Fields with other names: {text: body}, {messages: chat}, or {prompt: question, "
+            "completion: answer}; if left out, the fields of the first record decide what it holds."
         ),
     ] = None
     tokenizer: Annotated[
@@ -273,7 +247,8 @@ class Train:
         ],
         Meta(
             description="Learning rate after the warm-up, by transformers' names; all but constant, "
-            "constant_with_warmup and inverse_sqrt decay to min_learning_rate at the last step."
+            "constant_with_warmup and inverse_sqrt decay to min_learning_rate at the last step, "
+            "warmup_stable_decay in the last tenth of the steps."
         ),
     ] = "constant"
     warmup: Annotated[
@@ -286,13 +261,6 @@ class Train:
     min_learning_rate: Annotated[
         Annotated[float, Meta(ge=0)], Meta(description="Learning rate at the end of the decay.")
     ] = 0.0
-    decay_steps: Annotated[
-        Count | None,
-        Meta(
-            description="Number of steps over which the schedule warmup_stable_decay decays, at the "
-            "end of the run."
-        ),
-    ] = None
     clip_norm: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="Max gradient norm (L2); off if left out."),
@@ -318,13 +286,6 @@ class Train:
     evaluate_every: Annotated[
         Count | None,
         Meta(description="Steps between two evaluations; after each epoch if left out."),
-    ] = None
-    early_stopping_patience: Annotated[
-        Count | None,
-        Meta(
-            description="Stop after this number of evaluations in a row in which the loss has not "
-            "improved; off if left out."
-        ),
     ] = None
 
 

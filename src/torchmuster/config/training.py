@@ -40,19 +40,13 @@ _TEXT = ("data.files", "data.hugging_face")
 # Each key has an effect only if one of its values is given.
 _NEEDS = {
     "model.load_in_4bit": ("model.lora",),
-    "data.split": ("data.hugging_face",),
-    "data.options": ("data.hugging_face",),
-    "data.format": _TEXT,
+    "data.options": _TEXT,
     "data.columns": _TEXT,
-    "data.train_on": _TEXT,
-    "data.chat_template": _TEXT,
     "data.tokenizer": _TEXT,
     "data.sequence_length": _TEXT,
     "data.pack": _TEXT,
-    "data.streaming": _TEXT,
     "data.images": ("model.model_name_or_path",),
     "train.evaluate_every": ("data.evaluation",),
-    "train.early_stopping_patience": ("data.evaluation",),
     "checkpoint.keep_best": ("data.evaluation",),
 }
 # Each key has an effect only if the setting has one of the values.
@@ -61,12 +55,10 @@ _ONLY_WITH = {
         "train.schedule",
         ("linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"),
     ),
-    "train.decay_steps": ("train.schedule", ("warmup_stable_decay",)),
 }
 # Values that need another setting.
 _VALUE_NEEDS = {
     ("train.schedule", "cosine_with_min_lr"): "train.min_learning_rate",
-    ("train.schedule", "warmup_stable_decay"): "train.decay_steps",
 }
 # The optimizer options that each optimizer has, with what a value must be.
 OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -280,14 +272,6 @@ def _learning_rates(resolved: Resolved) -> Iterator[Mistake]:
             what=f"train.warmup is {train.warmup}, but there are only {train.steps} "
             f"steps ({resolved.sources['train.steps'].where})",
             fix="use fewer warm-up steps: 10 % of all steps is usual",
-        )
-    decay_steps = (warmup or 0) + (train.decay_steps or 0)
-    if train.decay_steps is not None and train.steps is not None and decay_steps > train.steps:
-        yield Mistake(
-            where=resolved.sources["train.decay_steps"].where,
-            what=f"train.decay_steps is {train.decay_steps}, but after the warm-up there are only "
-            f"{train.steps - (warmup or 0)} steps",
-            fix="use fewer decay steps, or more steps",
         )
     if train.min_learning_rate >= train.learning_rate:
         yield Mistake(

@@ -21,9 +21,7 @@ from torchmuster.train import precision as precisions
 from torchmuster.train.data.batch_split import BatchSplit
 from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
 from torchmuster.train.data.step import Loader
-from torchmuster.train.losses import Loss, loss_named
 from torchmuster.train.models.meta_init import build_for, build_on_meta
-from torchmuster.train.optimizers import ParameterGroup
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.strategy import Strategy
@@ -31,9 +29,10 @@ from torchmuster.train.world import World, join_world, joined_world
 
 if TYPE_CHECKING:
     from torchmuster.train.checkpointing.policy import CheckpointSettings
+    from torchmuster.train.losses import Loss
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
-ParameterGroups: TypeAlias = Callable[[nn.Module], list[ParameterGroup]]
+ParameterGroups: TypeAlias = Callable[[nn.Module], list[dict[str, Any]]]
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
 PRECISION_ALIASES = {"32": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 SAVE_EVERY_S = 600.0  # if only a folder is given
@@ -71,9 +70,11 @@ def check_trained(model: nn.Module) -> None:
         )
 
 
-def choose_loss(loss: object) -> Loss:
+def choose_loss(loss: object) -> "Loss":
     """Return the loss: a function of model and batch, a name, or a criterion such as CrossEntropyLoss()."""
     if isinstance(loss, str):
+        from torchmuster.train.losses import loss_named
+
         known = loss_named(loss)
         if known is not None:
             return known
@@ -88,7 +89,7 @@ def choose_loss(loss: object) -> Loss:
 
         return of_pairs
     if callable(loss):
-        return cast(Loss, loss)
+        return cast("Loss", loss)
     raise wrong("loss", loss, "a function of model and batch, a criterion, or a name")
 
 

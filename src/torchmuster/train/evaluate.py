@@ -23,7 +23,7 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.buffers import share_buffers
 from torchmuster.train.data.step import Loader, MicroBatch, Step
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.world import World, all_gather_object, gather_rows, most_exact
+from torchmuster.train.world import World, all_gather_object, most_exact
 
 # (sum, count), or a tensor with one value for each sample.
 Value: TypeAlias = tuple[float | torch.Tensor, float | torch.Tensor] | torch.Tensor
@@ -130,47 +130,6 @@ class BestMetric:
         if state is None or (state["metric"], state["mode"]) != (self.name, self.mode):
             return
         self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
-
-
-def predict(
-    model: nn.Module,
-    steps: Loader | Iterable[Step],
-    prediction: Callable[[nn.Module, Any], torch.Tensor],
-    world: World,
-    precision: Precision = FP32,
-) -> torch.Tensor:
-    """Return one row for each sample, in the order of the dataset, on every rank.
-
-    For metrics that cannot be summed over batches, such as F1 or AUC: compute them from all rows.
-    """
-    share_buffers(model, world)
-    rows: list[torch.Tensor] = []
-    indices: list[int] = []
-    with _evaluating(model):
-        for micro in _micro_batches(steps):
-            with precision.autocast(world.device):
-                batch_rows = prediction(model, micro.batch)
-            if len(micro.indices) < micro.samples:
-                raise MusterError(
-                    "cannot order the predictions: these batches have no sample indices",
-                    fix="use a loader over a map-style dataset (BatchLoader); streams have no "
-                    "indices",
-                )
-            rows.append(batch_rows[: micro.samples])
-            indices.extend(micro.indices[: micro.samples])
-    if not rows:
-        raise MusterError("nothing to predict: the loader yielded no batch")
-    return gather_samples(torch.cat(rows), indices, world)
-
-
-def gather_samples(rows: torch.Tensor, indices: Iterable[int], world: World) -> torch.Tensor:
-    """Return the rows of all ranks in the order of their samples' indices; all ranks call it."""
-    places = torch.tensor(list(indices), dtype=torch.int64, device=world.device)
-    if len(places) != len(rows):
-        raise MusterError(f"got {len(rows)} rows for {len(places)} samples")
-    all_places = torch.cat(gather_rows(places, world))
-    all_rows = torch.cat(gather_rows(rows.detach().to(world.device), world))
-    return all_rows[torch.argsort(all_places, stable=True)]
 
 
 def _micro_batches(steps: Loader | Iterable[Step]) -> Iterator[MicroBatch]:

@@ -34,13 +34,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
             fix="return pairs from the dataset, or set your own loss (model.loss: module:function)",
         )
     inputs, targets = batch
-    logits = _logits(model(inputs)).float()
-    try:
-        return F.cross_entropy(logits, targets)
-    except (IndexError, RuntimeError, ValueError) as error:  # not on a GPU: it asserts
-        if isinstance(targets, torch.Tensor):
-            _refuse_labels(logits, targets, error, "cross_entropy")
-        raise
+    return F.cross_entropy(_logits(model(inputs)).float(), targets)
 
 
 def language_model(
@@ -89,12 +83,7 @@ def classification(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch
     ``attention_mask``. This is the loss of transformers for single-label classification.
     """
     inputs, labels = _with_labels(batch, "classification")
-    logits = _logits(model(**inputs)).float()
-    try:
-        return F.cross_entropy(logits, labels)
-    except (IndexError, RuntimeError, ValueError) as error:  # not on a GPU: it asserts
-        _refuse_labels(logits, labels, error, "classification")
-        raise
+    return F.cross_entropy(_logits(model(**inputs)).float(), labels)
 
 
 def _with_labels(batch: Any, loss: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -131,31 +120,6 @@ def loss_named(name: str) -> Loss | None:
         "classification": classification,
     }
     return known.get(name)
-
-
-def _refuse_labels(
-    logits: torch.Tensor, targets: torch.Tensor, error: Exception, loss: str
-) -> None:
-    """Raise if the labels are wrong; checked only after torch has rejected them."""
-    classes = logits.shape[1] if logits.ndim > 1 else len(logits)
-    kind = str(targets.dtype).removeprefix("torch.")
-    if targets.shape != logits.shape and targets.dtype not in (torch.int64, torch.uint8):
-        raise Impossible(
-            f"the labels of a batch are {kind}, but the loss {loss} needs int64",
-            why=f"a label is the index of one of the model's {classes} classes",
-            fix="return labels.long(), or set your own loss (model.loss: module:function)",
-        ) from error
-    counted = targets[targets != IGNORED]
-    if targets.is_floating_point() or not counted.numel():
-        return
-    lowest, highest = int(counted.min()), int(counted.max())
-    if lowest < 0 or highest >= classes:
-        raise Impossible(
-            f"the labels of a batch range from {lowest} to {highest} ({kind}), but the model has "
-            f"{classes} classes, 0 to {classes - 1}",
-            why="a label is the index of a class",
-            fix="give the model's last layer more outputs, or check the labels",
-        ) from error
 
 
 def _labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,8 @@ import hashlib
 import importlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,3 +83,26 @@ def seed_process(seed: int) -> None:
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):  # not imported here: most runs do without it
         numpy.random.seed(seed % 2**32)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed what datasets and models draw from on the CPU; not the accelerators."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would also seed every GPU
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Restore the random states of Python, torch (CPU) and numpy afterwards."""
+    numpy: Any = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)

@@ -15,7 +15,7 @@ AdamW read the decision from a tensor. For every other optimizer the host reads 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchmuster.errors import MusterError
 from torchmuster.train.data.step import MicroBatch, Step
-from torchmuster.train.loss_scale import LossScale, refuse_half_weights
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.progress import progress
 from torchmuster.train.strategies.gradients import GradientNorm
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.torch_private import multiply_all
 from torchmuster.train.world import World, all_gather_object, is_simulated, most_exact_type
+
+if TYPE_CHECKING:  # imported only for fp16
+    from torchmuster.train.loss_scale import LossScale
 
 
 class HostCopy:
@@ -151,9 +153,12 @@ class TrainStep:
         self._parameters: Sequence[nn.Parameter] = [
             one for group in optimizer.param_groups for one in group["params"]
         ]
+        self._scale: LossScale | None = None
         if precision.needs_scaler:
-            refuse_half_weights(self._parameters)
-        self._scale = LossScale(world, scaler) if precision.needs_scaler else None
+            from torchmuster.train import loss_scale
+
+            loss_scale.refuse_half_weights(self._parameters)
+            self._scale = loss_scale.LossScale(world, scaler)
         self._counts_items: bool | None = None  # unknown until the first loss
         self._on_device = _decides_on_device(optimizer, world.device)
         self._is_simulated = is_simulated(world)

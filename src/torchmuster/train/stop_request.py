@@ -22,8 +22,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,122 +37,10 @@ from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train.world import World
 
-_BOOT, _NUMBERING = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-
-
-def process_address() -> str:
-    """Return an address that identifies this process: host and process id."""
-    return f"{_stop_request_machine()} {os.getpid()}"
-
-
-def process_died(address: str) -> bool:
-    """Return whether a process of this host has exited; False for other hosts."""
-    machine, _, pid = address.rpartition(" ")
-    return machine == _stop_request_machine() and not psutil.pid_exists(int(pid))
-
-
-def _stop_request_machine() -> str:
-    """Return an id of this host and its PID namespace; containers may share a host name."""
-    try:
-        return f"{_BOOT.read_text().strip()} {_NUMBERING.readlink()}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-_LAST = 0  # no signal has this number
-
-
-class SignalReader:
-    """Reads signals in a thread: Python's own handlers do not run while a collective blocks."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._ours, self._theirs = socket.socketpair()
-        self._theirs.setblocking(False)
-        self._former: dict[int, Any] = {}
-        for name in names:
-            number = getattr(signal, name, None)  # not every system has all of them
-            if number is not None:
-                self._former[number] = signal.signal(number, self._handle)
-        self._former_descriptor = signal.set_wakeup_fd(
-            self._theirs.fileno(), warn_on_full_buffer=False
-        )
-        _open.append(self)
-        _watch_forks()
-
-    def _handle(self, number: int, _: object) -> None:
-        """Read a signal in the main thread: code that ran later, such as asyncio, may have its own wakeup descriptor."""
-        ours = self._theirs.fileno()
-        installed = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
-        if installed != ours:
-            signal.set_wakeup_fd(installed)
-            with contextlib.suppress(OSError):
-                self._theirs.send(bytes([number]))
-
-    @property
-    def numbers(self) -> list[int]:
-        """The signals that this object reads."""
-        return list(self._former)
-
-    def read(self, hear: Any) -> None:
-        """Call ``hear`` with the name of each signal until it is closed."""
-        with self._ours:
-            while numbers := self._ours.recv(64):
-                for number in numbers:
-                    if number == _LAST:
-                        return
-                    if number in self._former:
-                        hear(signal.Signals(number).name)
-
-    def close(self) -> None:
-        """Restore the former handlers and stop reading."""
-        self.put_back()
-        self._theirs.send(bytes([_LAST]))  # a forked process may keep its end open
-        self._theirs.close()
-        _open.remove(self)
-
-    def put_back(self) -> None:
-        """Restore the former signal handlers."""
-        signal.set_wakeup_fd(self._former_descriptor)
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-
-# Readers whose signals a forked process (a loader worker) must not handle.
-_open: list[SignalReader] = []
-_masks: list[set[Any]] = []  # of the forking threads
-_forks_watched = False
-
-
-def _watch_forks() -> None:
-    global _forks_watched
-    if not _forks_watched and hasattr(os, "register_at_fork"):
-        _forks_watched = True
-        os.register_at_fork(
-            before=_hold_back, after_in_parent=_let_through, after_in_child=_be_another
-        )
-
-
-def _hold_back() -> None:
-    """Block signals during a fork: the child would otherwise report its signals to this process."""
-    if _open:
-        numbers = [number for one in _open for number in one.numbers]
-        _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
-
-
-def _let_through() -> None:
-    if _masks:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())
-
-
-def _be_another() -> None:
-    while _open:
-        _open.pop().put_back()
-    _let_through()
-
-
 # Ctrl-C; the schedulers' stop signal; the schedulers' early warning.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 _WISHES = ("SIGUSR1",)  # a process that cannot follow these may continue
+_LAST = 0  # no signal has this number
 # In place of a request: training finished or failed.
 _OVER, _FAILED = "over", "failed"
 _NEVER = "never"  # in place of a step: not all ranks have answered
@@ -164,6 +53,79 @@ _LOOK_EVERY_S = 0.5
 _LEAVE_WITHIN_S, _LEAVE_ALL_WITHIN_S = 2.0, 7.0
 # One Ctrl-C may arrive twice, from the terminal and from torchrun.
 _SECOND_AFTER_S = 0.5
+
+
+def process_address() -> str:
+    """Return an address that identifies this process: host and process id."""
+    return f"{_host_id()} {os.getpid()}"
+
+
+def process_died(address: str) -> bool:
+    """Return whether a process of this host has exited; False for other hosts."""
+    host, _, pid = address.rpartition(" ")
+    return host == _host_id() and not psutil.pid_exists(int(pid))
+
+
+def _host_id() -> str:
+    """Return an id of this host and its PID namespace; containers may share a host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+class SignalReader:
+    """Reads signals in a thread: Python's own handlers do not run while a collective blocks."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._handlers: dict[int, Any] = {}  # those before
+        for name in names:
+            number = getattr(signal, name, None)  # not every system has all of them
+            if number is not None:
+                self._handlers[number] = signal.signal(number, lambda number, frame: None)
+        self._descriptor = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        if hasattr(os, "register_at_fork"):
+            # Else a signal to a forked process (a loader worker) would count as one to this process.
+            os.register_at_fork(
+                before=partial(self._mask, signal.SIG_BLOCK),
+                after_in_parent=partial(self._mask, signal.SIG_UNBLOCK),
+                after_in_child=self._leave,
+            )
+
+    def read(self, hear: Callable[[str], None]) -> None:
+        """Call ``hear`` with the name of each signal until it is closed."""
+        with self._ours:
+            while True:
+                for number in self._ours.recv(64):
+                    if number == _LAST:
+                        return
+                    if number in self._handlers:
+                        hear(signal.Signals(number).name)
+
+    def close(self) -> None:
+        """Restore the handlers before and stop reading."""
+        self.put_back()
+        self._theirs.send(bytes([_LAST]))  # a forked process may keep its end open
+        self._theirs.close()
+
+    def put_back(self) -> None:
+        """Restore the signal handlers before."""
+        if self._handlers:
+            signal.set_wakeup_fd(self._descriptor)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _mask(self, how: int) -> None:
+        signal.pthread_sigmask(how, list(self._handlers))
+
+    def _leave(self) -> None:
+        numbers = list(self._handlers)
+        self.put_back()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class StoppedAtRequest(SystemExit):

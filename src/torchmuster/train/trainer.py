@@ -32,11 +32,8 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.finding import render
 from torchmuster.train import arguments
-from torchmuster.train.bad_numbers import BadNumbers
 from torchmuster.train.banner import banner
 from torchmuster.train.data.step import Loader, Step
-from torchmuster.train.evaluate import BestMetric, Measure, evaluate
-from torchmuster.train.losses import Loss
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress
@@ -48,9 +45,12 @@ from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 from torchmuster.units import plural
 
-if TYPE_CHECKING:  # imported only by runs that save
+if TYPE_CHECKING:  # imported only by runs that use them
+    from torchmuster.train.bad_numbers import BadNumbers
     from torchmuster.train.checkpointing.checkpointer import Loaded
     from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
+    from torchmuster.train.evaluate import BestMetric, Measure
+    from torchmuster.train.losses import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Evaluation:
     """
 
     loader: Loader
-    measure: Measure
+    measure: "Measure"
     every: int | None = None
     best_metric: str | None = None
     best_mode: Literal["min", "max"] = "min"
@@ -84,7 +84,7 @@ class Trainer:
     def __init__(
         self,
         model: arguments.Model,
-        loss: Loss | nn.Module | str,
+        loss: "Loss | nn.Module | str",
         optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
         data: Any,
         *,
@@ -140,7 +140,9 @@ class Trainer:
         self._saving = saving
         self.best: BestMetric | None = None
         if evaluation is not None and evaluation.best_metric is not None:
-            self.best = BestMetric(
+            from torchmuster.train import evaluate
+
+            self.best = evaluate.BestMetric(
                 evaluation.best_metric,
                 evaluation.best_mode,
                 patience=evaluation.patience,
@@ -166,7 +168,7 @@ class Trainer:
             clip_norm=clip_norm,
             schedule=self.schedule,
         )
-        self._bad_numbers = BadNumbers(self.model, world, precision=self.precision.value)
+        self._bad_numbers: BadNumbers | None = None  # made at the first bad step
         self.reports = reports or Reports(world)
         self.epoch = 0
         self.step = 0  # optimizer steps so far, over all epochs
@@ -295,6 +297,12 @@ class Trainer:
             return
         (number, epoch, result), self._last_result = self._last_result, None
         if not result.applied and not result.overflowed:
+            if self._bad_numbers is None:
+                from torchmuster.train import bad_numbers
+
+                self._bad_numbers = bad_numbers.BadNumbers(
+                    self.model, self.world, precision=self.precision.value
+                )
             finding = self._bad_numbers.examine(
                 number, result.micro_batches, self.loss, epoch=epoch
             )
@@ -302,10 +310,12 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate; return whether the checkpoint of this step is to be saved as the best so far."""
+        from torchmuster.train import evaluate
+
         assert self._evaluation is not None
         self._log.flush()  # keeps the lines in order
         with self._log.spending("evaluating"):
-            numbers = evaluate(
+            numbers = evaluate.evaluate(
                 self.model,
                 self._evaluation.loader,
                 self._evaluation.measure,

@@ -69,18 +69,14 @@ def text_format(settings: Settings, records: Records) -> tuple[TextFormat, str]:
     name = data.tokenizer or settings.model.model_name_or_path
     assert name is not None, "check_trainable refuses text without a tokenizer"
     record = record_format(settings)
-    reason = f"data.format is {data.format}"
-    if data.format == "auto":
-        first = next(iter(records.dataset), None)
-        kind = record.recognize(first)
-        record, reason = replace(record, kind=kind.value), kind.reason
+    kind = record.recognize(next(iter(records.dataset), None), named=tuple(data.columns or ()))
     text = TextFormat(
-        tokenizer=tokenizer_named(name, chat_template=data.chat_template),
+        tokenizer=tokenizer_named(name),
         sequence_length=data.sequence_length,
         pack=data.pack is not False,
-        record=record,
+        record=replace(record, kind=kind.value),
     )
-    return text, reason
+    return text, kind.reason
 
 
 def with_proven_packing(
@@ -105,22 +101,19 @@ def with_proven_packing(
 
 
 def record_format(settings: Settings) -> RecordFormat:
-    """Return the fields of a record; format auto is decided by the first record."""
-    data = settings.data
-    return RecordFormat(
-        kind="text" if data.format == "auto" else data.format,
-        train_on=data.train_on,
-        **{f"{name}_field": column for name, column in (data.columns or {}).items()},
-    )
+    """Return the fields of a record; what it holds is decided by the first record."""
+    columns = settings.data.columns or {}
+    fields: dict[str, Any] = {f"{name}_field": column for name, column in columns.items()}
+    return RecordFormat(**fields)
 
 
 def open_training(settings: Settings) -> Records | None:
     """Open the records to train on; None if the data is not text."""
     data = settings.data
     if data.files is not None:
-        return open_files(data.files, record_format(settings), streaming=data.streaming)
+        return open_files(data.files, record_format(settings), options=data.options)
     if data.hugging_face is not None:
-        return _open_split(settings, data.split)
+        return open_dataset(data.hugging_face, data.options)
     return None
 
 
@@ -132,19 +125,9 @@ def open_evaluation(settings: Settings) -> Records | None:
     if data.files is not None:
         return open_files(data.evaluation, record_format(settings))
     if data.hugging_face is not None:
-        return _open_split(settings, str(data.evaluation))
+        options = {**(data.options or {}), "split": str(data.evaluation)}
+        return open_dataset(data.hugging_face, options)
     return None
-
-
-def _open_split(settings: Settings, split: str) -> Records:
-    data = settings.data
-    assert data.hugging_face is not None
-    return open_dataset(
-        data.hugging_face,
-        split,
-        options=data.options,
-        streaming=data.streaming,
-    )
 
 
 def samples_of(
@@ -244,11 +227,9 @@ def evaluation_of(
     loader = loader_for(samples, world, batches.in_order())
     # By default: after each epoch, or once at the end if the run is limited by steps.
     every = settings.train.evaluate_every or settings.train.steps
-    patience = settings.train.early_stopping_patience
     return Evaluation(
         loader=loader,
         measure=measured_loss(loss),
         every=every,
-        best_metric="loss" if settings.checkpoint.keep_best or patience else None,
-        patience=patience,
+        best_metric="loss" if settings.checkpoint.keep_best else None,
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -87,7 +87,9 @@ def model_of(
         place = "cpu" if is_sharded else str(world.device)
         recipe = replace(recipe, compute=number_type.compute, device=place)
         model = build_whole(lambda: recipe.model().value, seed=wanted.seed)
-        reasons.append(lora.four_bit_memory(model))
+        footprint: Any = model
+        size = format_bytes(footprint.get_memory_footprint())
+        reasons.append(f"the linear layers are loaded in 4 bits (nf4): the model takes {size}")
     else:
         model = build_for(
             name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
@@ -96,7 +98,7 @@ def model_of(
     if wanted.activation_checkpointing != "none":
         said.append(_recompute(model, wanted.activation_checkpointing).reason)
     if wanted.compile:
-        said.append(compile_blocks(model, world.device).reason)
+        said.append(f"compiled modules: {compile_blocks(model)}")
     for reason in filter(None, said):
         rank_zero_log(world, reason)
     strategy = strategies.build_strategy(

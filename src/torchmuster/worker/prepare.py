@@ -69,7 +69,7 @@ def write_data_report(run: RunFolder, text: TextFormat, settings: Settings) -> N
     """Write what the data is into the run folder, if no one has; rank 0 calls it."""
     records = open_training(settings)
     assert records is not None
-    report = data_report(records, text, f"data.format is {settings.data.format}")
+    report = data_report(records, text, "")
     with contextlib.suppress(OSError):  # only for the report
         write_atomically(run.data, json.dumps(asdict(report)))
 

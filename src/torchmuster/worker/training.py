@@ -257,13 +257,16 @@ def _schedule(
             why="the length of a stream is known only at its end",
             fix="set train.steps, or give the warm-up as a number of steps",
         )
+    decay_steps = None
+    if wanted.schedule == "warmup_stable_decay" and total is not None:
+        decay_steps = min(-(-total // 10), total - warmup_steps)
     return lambda optimizer: optimizers.schedule(
         optimizer,
         wanted.schedule,
         warmup_steps=warmup_steps,
         total_steps=total,
         min_learning_rate=wanted.min_learning_rate,
-        decay_steps=wanted.decay_steps,
+        decay_steps=decay_steps,
     )
 
 

@@ -82,12 +82,8 @@ def test_settings_of_the_production_trainer_are_checked(snapshot: SnapshotAssert
     def trainer(**config: Any) -> ProductionTrainer:
         return ProductionTrainer(network(), loader(), None, config)
 
-    with pytest.raises(Impossible, match="'accumulation'") as refused:
+    with pytest.raises(TypeError, match="'acumulation'"):
         trainer(epochs=1, acumulation=2)
-    assert refused.value == snapshot(name="unknown")
-    with pytest.raises(Impossible, match="'epochs'") as refused:
-        trainer(learning_rate=0.1)
-    assert refused.value == snapshot(name="missing")
     with pytest.raises(Impossible) as refused:
         trainer(epochs=1).validate()
     assert refused.value == snapshot(name="no validation data")

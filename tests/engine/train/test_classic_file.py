@@ -10,7 +10,7 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.train.legacy import checkpoint_file
 from torchmuster.train.legacy.checkpoint_file import parse, write_file
 
@@ -31,11 +31,7 @@ def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 
 def content_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "epoch": 3,
-        "model": checkpoint_file.model_state(model),
-        "optimizer": checkpoint_file.optimizer_state(optimizer),
-    }
+    return {"epoch": 3, **checkpoint_file.states_of(model, optimizer)}
 
 
 def test_a_model_and_its_optimizer_come_back_bit_by_bit(tmp_path: Path) -> None:
@@ -95,7 +91,7 @@ def test_files_that_are_no_checkpoint_are_named(
     tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "weights")
-    with pytest.raises(Impossible, match="weights") as refused:
+    with pytest.raises(MusterError, match="weights") as refused:
         parse((tmp_path / "weights").read_bytes(), tmp_path / "weights")
     assert refused.value == snapshot
 
@@ -115,7 +111,7 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(
     model, optimizer = trained()
     content = content_of(model, optimizer)
     wider = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5), nn.Linear(5, 1))
-    with pytest.raises(Impossible) as refused:
+    with pytest.raises(MusterError) as refused:
         checkpoint_file.load_states(content, wider, None, Path("x"))
     assert "2.weight: (2, 4)" in refused.value.why
     assert "3.weight" in refused.value.why
@@ -124,7 +120,7 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(
     other, _ = trained(seed=1)
     before = other.state_dict()["0.weight"].clone()
     for make in (torch.optim.SGD, torch.optim.AdamW):  # another class, and other groups
-        with pytest.raises(Impossible) as refused:
+        with pytest.raises(MusterError) as refused:
             checkpoint_file.load_states(content, other, make(other.parameters()), Path("x"))
         assert refused.value == snapshot
     assert torch.equal(other.state_dict()["0.weight"], before)

@@ -71,18 +71,9 @@ def test_weights_come_back(tmp_path: Path) -> None:
         for one, other in zip(built.parameters(), loaded.parameters(), strict=True)
     )
     files.weights[0].unlink()
-    with pytest.raises(Impossible, match=f"weights are missing in .*: {files.weights[0].name}"):
-        hugging_face.find_model(str(tmp_path / "saved"))
-
-
-@pytest.mark.parametrize(
-    "index", ["[" * 100_000, "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}', "\x00"]
-)
-def test_a_damaged_index_of_weights_is_refused(tmp_path: Path, index: str) -> None:
-    path = folder(tmp_path / "m", model_type="qwen2")
-    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(Impossible, match=r"index\.json is not an index|weights are missing"):
-        hugging_face.find_model(path)
+    with pytest.raises(Impossible) as refused:
+        hugging_face.load_model(files)
+    assert files.weights[0].name in refused.value.why
 
 
 def test_what_belongs_to_a_model_is_copied(tmp_path: Path) -> None:
@@ -161,7 +152,7 @@ def test_pickles_are_refused(tmp_path: Path, snapshot: SnapshotAssertion) -> Non
     ("config", "kind"),
     [
         ({"model_type": "nonesuch"}, "'nonesuch'"),
-        ({}, "'unknown'"),
+        ({}, "None"),
         ({"model_type": "vit"}, "'vit'"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "code.py"}}, "'own'"),
     ],
@@ -256,8 +247,6 @@ def test_a_head_of_other_classes_is_replaced_and_reported(tmp_path: Path) -> Non
     files = hugging_face.find_model(str(tmp_path / "classes"))
     three = ("cats", "dogs", "eels")
     assert hugging_face.new_head(files, ("a", "b")) == ""
-    assert hugging_face.renamed_labels(files, ("a", "b")) == ""
-    assert "'cats'" in hugging_face.renamed_labels(files, three[:2])
     assert "2 classes" in hugging_face.new_head(files, three)
     bare = hugging_face.find_model(str(tmp_path / "bare"))
     assert "ViTModel" in hugging_face.new_head(bare, three)

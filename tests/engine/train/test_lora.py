@@ -81,8 +81,8 @@ def test_all_linear_layers_and_layers_that_are_trained_whole(snapshot: SnapshotA
     assert of_lora >= {*(f"{one}_proj" for one in "qkvo"), "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(Impossible) as error:
         add_lora(llama(), r=2, modules_to_save=["lm_haed"])
-    assert "lm_haed" in error.value.what
-    assert "lm_head" in error.value.why
+    assert "lm_haed" in error.value.why
+    assert " lm_head" in error.value.why
     assert error.value == snapshot
 
 
@@ -91,7 +91,7 @@ def test_targets_that_are_not_there_are_told_with_those_that_are(
 ) -> None:
     with pytest.raises(Impossible) as error:
         add_lora(Two(), r=2, target_modules=["q_proj"])
-    assert error.value.what.endswith(" q_proj")
+    assert "q_proj" in error.value.why
     assert error.value.why.endswith(" first, second")
     assert error.value == snapshot
 

@@ -38,33 +38,6 @@ def test_cross_entropy_is_the_mean_over_the_samples() -> None:
     assert torch.allclose(losses.cross_entropy(model, (inputs, targets)), torch.stack(each).mean())
 
 
-@pytest.mark.parametrize(
-    ("targets", "what"),
-    [
-        (
-            torch.tensor([0, 3]),
-            "the labels of a batch range from 0 to 3 (int64), but the model has 3 classes, 0 to 2",
-        ),
-        (
-            torch.tensor([-1, 2]),
-            "the labels of a batch range from -1 to 2 (int64), but the model has 3 classes, 0 to 2",
-        ),
-        (
-            torch.tensor([0.0, 1.0]),
-            "the labels of a batch are float32, but the loss cross_entropy needs int64",
-        ),
-    ],
-)
-def test_labels_that_are_no_classes_are_told(targets: torch.Tensor, what: str) -> None:
-    with pytest.raises(Impossible) as error:
-        losses.cross_entropy(nn.Linear(4, 3), (torch.randn(2, 4), targets))
-    assert error.value.what == what
-    with pytest.raises(
-        ValueError, match="batch_size"
-    ):  # no fault of a label, and torch says it well
-        losses.cross_entropy(nn.Linear(4, 3), (torch.randn(2, 4), torch.zeros(3).long()))
-
-
 def test_each_token_is_predicted_from_those_before_it(model: Embedded) -> None:
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     labels = ids.clone()
@@ -215,8 +188,5 @@ def test_classification_takes_dictionaries_and_is_the_loss_of_transformers() -> 
     model = transformers.BertForSequenceClassification(config).eval()
     batch = {"input_ids": torch.randint(20, (4, 6)), "labels": torch.tensor([0, 2, 1, 2])}
     assert torch.allclose(losses.classification(model, batch), model(**batch).loss)
-    with pytest.raises(Impossible) as error:
-        losses.classification(model, batch | {"labels": torch.tensor([0, 3, 1, 2])})
-    assert "0 to 3" in error.value.what
     with pytest.raises(Impossible):
         losses.classification(model, (batch["input_ids"], batch["labels"]))  # type: ignore[arg-type]

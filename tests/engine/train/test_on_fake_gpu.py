@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.legacy.data import _own_device
-from torchmuster.train.models import blocks
 from torchmuster.train.out_of_memory import memory_table
 from torchmuster.train.precision import precision_support
 from torchmuster.train.reports import Reports
@@ -153,18 +151,6 @@ def test_the_banner_names_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     gpu(monkeypatch, "H100", (9, 0), bf16=True)
     assert banner._device_name(GPU) == "a GPU (H100 3)"
     assert "xpu" in banner._device_name(torch.device("xpu", 1))
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_a_gpu_is_compiled_for_only_with_triton(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed: dict[str, object] = {"triton": object()}
-    fake = SimpleNamespace(util=SimpleNamespace(find_spec=installed.get))
-    monkeypatch.setattr(blocks, "importlib", fake)
-    assert blocks.can_compile(torch.device(kind, 3)).value
-    installed.clear()
-    decision = blocks.can_compile(torch.device(kind, 3))
-    assert not decision.value
-    assert "triton" in decision.reason
 
 
 def test_the_peak_rate_is_that_of_the_dtype_of_computation(monkeypatch: pytest.MonkeyPatch) -> None:

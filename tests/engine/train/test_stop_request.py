@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -64,23 +63,6 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         _until(lambda: codes != [])
     assert codes[0] == ExitCode.INTERRUPTED
-
-
-@pytest.mark.parametrize("descriptor", ["closed", "another"])
-def test_a_wakeup_descriptor_of_other_code_does_not_hide_a_signal(descriptor: str) -> None:
-    """As when asyncio's add_signal_handler is used while training."""
-    theirs, ours = socket.socketpair()
-    theirs.setblocking(False)
-    with theirs, ours, StopRequest(ALONE) as stop:
-        former = signal.set_wakeup_fd(theirs.fileno() if descriptor == "another" else -1)
-        try:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            _until(lambda: stop.due(1))
-            assert stop.words == "SIGUSR1 to rank 0"
-            if descriptor == "another":
-                assert ours.recv(1) == bytes([signal.SIGUSR1])
-        finally:
-            signal.set_wakeup_fd(former)
 
 
 def test_a_handler_that_other_code_installs_does_not_hide_a_signal() -> None:

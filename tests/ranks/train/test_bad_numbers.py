@@ -16,21 +16,21 @@ def test_the_cause_is_named_with_rank_batch_and_layer(run_ranks: RunRanks, name:
     skipped = "all ranks skipped this step"
     assert told["input"] == (
         f"step 41 of epoch 2: rank 1's input batch has NaN (batch[0]); {skipped}",
-        "sample 6 of the dataset",
+        "samples of the dataset: 6",
     )
     assert told["layer"] == (
         f"step 41 of epoch 2: rank 1's layer inner.layers.1 returned NaN for finite inputs; {skipped}",
-        "samples 4, 5, 6, 7 of the dataset",
+        "samples of the dataset: 4, 5, 6, 7",
     )
     assert told["loss"] == (
         f"step 41 of epoch 2: rank 1's loss function returned -Inf for finite outputs of all layers; "
         f"{skipped}",
-        "samples 4, 5, 6, 7 of the dataset",
+        "samples of the dataset: 4, 5, 6, 7",
     )
     assert told["gradient"] == (
         "step 41 of epoch 2: rank 1's backward pass produced NaN, first in the gradient of the output of "
         f"inner; {skipped}",
-        "samples 4, 5, 6, 7 of the dataset",
+        "samples of the dataset: 4, 5, 6, 7",
     )
     what, _ = told["weights"]
     rank = 0 if name == "ddp" else 1  # whose shard it is
@@ -54,7 +54,7 @@ def test_too_many_in_a_row_stop_all_ranks(run_ranks: RunRanks) -> None:
     assert said[:4] == [f"step {number}: {skipped}" for number in (0, 1, 3, 4)]
     assert said[4] == (
         "step 5: rank 1's input batch has Inf (batch[1]); all ranks stop\n"
-        "sample 2 of the dataset; 3 bad steps in a row\n"
+        "samples of the dataset: 2; 3 bad steps in a row\n"
         "clean or remove these samples"
     )
     assert said[5] == "step 0: rank 1's input batch has Inf (batch[1]); all ranks stop"

@@ -59,11 +59,11 @@ def test_a_whole_copy_has_its_gradients_once_with_ddp_too(run_ranks: RunRanks) -
 
 
 @pytest.mark.nightly
-def test_running_out_with_gathered_blocks_tells_of_shards_and_copies(
+def test_running_out_while_blocks_are_gathered_shows_the_shards(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:
     # In the last block but one: itself, or all up to it.
-    for kind, copies in (("full_shard", "256 KiB"), ("shard_grad_op", "5.8 MiB")):
+    for kind in ("full_shard", "shard_grad_op"):
         for of_rank in run_ranks(memory.running_out, 2, kind):
             for phase in ("forward", "backward"):
                 said = of_rank[phase]
@@ -72,7 +72,6 @@ def test_running_out_with_gathered_blocks_tells_of_shards_and_copies(
                 assert headline.endswith(" 1.5 GiB")
                 assert re.sub(r"rank \d on \S+", "rank R on HOST", headline) == snapshot(name=phase)
                 assert "parameters                    3.0 MiB" in lines
-                assert f"gathered blocks               {copies}" in lines
                 shares = [line for line in lines if line.startswith("more ranks: ")]
                 assert [re.sub(r"[\d.]+ \w?i?B\b", "SIZE", line) for line in shares] == snapshot(
                     name="more ranks"

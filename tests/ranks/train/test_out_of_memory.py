@@ -58,8 +58,7 @@ def test_all_ranks_end_and_the_table_is_told(
     for line in (
         "parameters                   39.5 KiB",
         "optimizer states             78.9 KiB",
-        "limit                         2.0 GiB",
-        "a micro-batch of 4 instead of 8 with twice the accumulation",
+        "(train.micro_batch_size: 4 instead of 8)",
     ):
         assert line in result.err
 

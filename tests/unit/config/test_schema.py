@@ -48,12 +48,7 @@ data:
   files: data/*.jsonl
   hugging_face: wikitext
   options: {name: wikitext-2-raw-v1}
-  split: train
-  streaming: true
-  format: chat
   columns: {messages: conversation, prompt: question, completion: answer}
-  train_on: all
-  chat_template: chat.jinja
   tokenizer: bytes
   sequence_length: 2048
   pack: true
@@ -73,7 +68,6 @@ train:
   schedule: cosine
   warmup: 3%
   min_learning_rate: 1e-5
-  decay_steps: 100
   clip_norm: 1.0
   precision: bf16
   seed: 1
@@ -81,7 +75,6 @@ train:
   compile: true
   log_every: 1
   evaluate_every: 100
-  early_stopping_patience: 3
 checkpoint:
   every: 10min
   keep: 2

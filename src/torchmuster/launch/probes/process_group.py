@@ -22,7 +22,6 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.decision import Decision
-from torchmuster.devices.identify import rocm_uuid
 from torchmuster.errors import Impossible, MusterError, NotNow
 from torchmuster.launch.probes import membership
 from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Membership
@@ -353,7 +352,11 @@ def _agree(
 def gpu_uuid(index: int) -> str | None:
     """Return the UUID of torch's GPU, part of the UUID that ``muster gpus`` shows; None if it has none."""
     uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return uuid if torch.version.hip is None else rocm_uuid(uuid)
+    if torch.version.hip is None:
+        return uuid
+    from torchmuster.devices.identify import rocm_uuid
+
+    return rocm_uuid(uuid)
 
 
 def _set_device(choice: BackendChoice) -> None:

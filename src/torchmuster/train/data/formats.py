@@ -3,7 +3,7 @@
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
@@ -53,17 +53,18 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFormat:
-    """What a record holds, in which fields, and which of its tokens count in the loss."""
+    """What a record holds, and in which fields."""
 
     kind: Kind = "text"
     text_field: str = "text"
     messages_field: str = "messages"
     prompt_field: str = "prompt"
     completion_field: str = "completion"
-    train_on: Literal["answers", "all"] = "answers"
 
-    def recognize(self, record: Any) -> Decision[Kind]:
-        """Return the kind that a record has by its fields."""
+    def recognize(self, record: Any, named: Collection[str] = ()) -> Decision[Kind]:
+        """Return the kind that a record has by its fields; fields that the user ``named`` decide first."""
+        if "text" in named:
+            return Decision(value="text", reason=f"data.columns names {self.text_field}")
         if not isinstance(record, Mapping):
             kind: Kind = "text" if isinstance(record, str) else "tokens"
             return Decision(value=kind, reason=f"the first record is a {type(record).__name__}")
@@ -128,17 +129,16 @@ class RecordTokenizer:
         if isinstance(record, Mapping) and field not in record and _CONVERSATIONS in record:
             field = _CONVERSATIONS
         messages = _messages(_field(record, field), field)
-        return template.tokens(messages, _tools(record), answers=self.how.train_on == "answers")
+        return template.tokens(messages, _tools(record))
 
     def _completion(self, record: Any) -> Tokens:
         prompt = _field(record, self.how.prompt_field)
         completion = _field(record, self.how.completion_field)
-        answers = self.how.train_on == "answers"
         if isinstance(prompt, str) and isinstance(completion, str):
             begin, whole = self._tokenizer.encode([prompt, prompt + completion])
             if whole[-1:] != [self._tokenizer.end]:
                 whole = [*whole, self._tokenizer.end]
-            return _with_labels(whole, [(_common(begin, whole), len(whole))] if answers else None)
+            return _with_labels(whole, [(_common(begin, whole), len(whole))])
         if isinstance(prompt, str) or isinstance(completion, str):
             raise MusterError(
                 f"{self.how.prompt_field} and {self.how.completion_field} are of different kinds",
@@ -148,7 +148,7 @@ class RecordTokenizer:
         before = _messages(prompt, self.how.prompt_field)
         after = _messages(completion, self.how.completion_field)
         template = _ChatTemplate(self._tokenizer)
-        return template.completion(before, after, _tools(record), answers=answers)
+        return template.completion(before, after, _tools(record))
 
     def _text_or_tokens(self, sample: Any) -> str | Tokens:
         name = self.how.text_field
@@ -180,8 +180,8 @@ class _ChatTemplate:
             raise Impossible(
                 "the data is chats, but the tokenizer has no chat template",
                 why="a chat template turns messages into text; base models often have none",
-                fix="use the instruct model's tokenizer (data.tokenizer), or give a Jinja file: "
-                "data.chat_template",
+                fix="use the instruct model's tokenizer (data.tokenizer), or put a Jinja file into the "
+                "tokenizer's folder: chat_template.jinja",
             )
         self._raw = raw
         template = raw.chat_template
@@ -189,23 +189,17 @@ class _ChatTemplate:
             template = template.get("default", "")
         self._has_marks = bool(_GENERATION.search(template))
 
-    def tokens(self, messages: list[Any], tools: Any, *, answers: bool) -> Tokens:
+    def tokens(self, messages: list[Any], tools: Any) -> Tokens:
         """Return the tokens of a conversation; its assistant's messages are the targets."""
-        if not answers:
-            return Tokens(self._ids([self._text(messages, tools)])[0])
         if self._has_marks:
             return self._by_marks(messages, tools)
         return self._by_prefixes(messages, tools)
 
-    def completion(
-        self, prompt: list[Any], completion: list[Any], tools: Any, *, answers: bool
-    ) -> Tokens:
+    def completion(self, prompt: list[Any], completion: list[Any], tools: Any) -> Tokens:
         """Return the tokens of a prompt and its completion; the completion is the target."""
         whole = self._text([*prompt, *completion], tools)
         begin = self._text(prompt, tools, generate=True)
         ids, begin_ids = self._ids([whole, begin])
-        if not answers:
-            return Tokens(ids)
         _refuse_other_beginning(whole, begin, len(prompt))
         return _with_labels(ids, [(_common(begin_ids, ids), len(ids))])
 
@@ -283,9 +277,7 @@ def pieces_of(document: Tokens, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     return pieces
 
 
-def _with_labels(ids: Sequence[int], spans: Sequence[tuple[int, int]] | None) -> Tokens:
-    if spans is None:
-        return Tokens(ids)
+def _with_labels(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tokens:
     labels = [IGNORED] * len(ids)
     for begin, end in spans:
         labels[begin:end] = ids[begin:end]
@@ -310,9 +302,9 @@ def _refuse_other_beginning(whole: str, begin: str, messages: int) -> None:
             "the answers of a conversation cannot be found",
             why=f"the chat template writes the first {messages} messages differently if others "
             "follow; templates that drop earlier reasoning do so",
-            fix="use a template that marks answers with {% generation %} (data.chat_template), "
-            "split the conversation so that each record ends with the answer to train on, "
-            "or count all tokens: data.train_on: all",
+            fix="use a template that marks answers with {% generation %} (chat_template.jinja in the "
+            "tokenizer's folder), or split the conversation so that each record ends with the answer to "
+            "train on",
         )
 
 
@@ -374,8 +366,8 @@ def _no_messages(field: str, why: str) -> MusterError:
 def _refuse_messages(field: str, value: Any) -> None:
     if _is_chat(value):
         raise MusterError(
-            f"the field {field} holds chat messages, but data.format is text or tokens",
-            fix="set data.format: chat",
+            f"the field {field} holds chat messages, but the first record is text or tokens",
+            fix=f"name the field of the messages: data.columns: {{messages: {field}}}",
         )
 
 

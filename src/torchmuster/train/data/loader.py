@@ -1,11 +1,8 @@
 """``BatchLoader``: the same global batches on any number of ranks, resumed exactly in the middle of an epoch."""
 
-import random
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,7 +21,7 @@ from torchmuster.train.data.order import sample_order
 from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.data.worker_processes import IgnoreSignalsInWorkers
-from torchmuster.train.seeds import derive_seed, seed_process
+from torchmuster.train.seeds import derive_seed, kept_random_states, seed_cpu, seed_process
 from torchmuster.train.torch_private import stop_workers
 from torchmuster.train.world import World
 
@@ -77,9 +74,9 @@ class MicroBatches:
 
     def _read_seeded(self, chosen: SampleRange) -> list[Any]:
         samples = []
-        with _random_states_restored():
+        with kept_random_states():
             for index in chosen.indices:
-                _seed_cpu(derive_seed(self._seed, "sample", chosen.epoch, index))
+                seed_cpu(derive_seed(self._seed, "sample", chosen.epoch, index))
                 samples.append(self._read(index))
         return samples
 
@@ -92,30 +89,6 @@ def _tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
     return dataset.tensors
-
-
-@contextmanager
-def _random_states_restored() -> Iterator[None]:
-    """Restore the random states of Python, torch (CPU) and numpy afterwards."""
-    numpy: Any = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = numpy and numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-
-def _seed_cpu(seed: int) -> None:
-    """Seed the random states that datasets use; not the accelerators, which the model uses."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy:
-        numpy.random.seed(seed % 2**32)
 
 
 class BatchLoader:

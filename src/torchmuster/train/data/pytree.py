@@ -44,20 +44,26 @@ def move_to_device(batch: Any, device: torch.device, *, pin: bool = False) -> An
     return map_tensors(batch, move)
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield each tensor of a batch, in order.
+def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of a batch with its name, such as ``batch['pixels'][0]``, in order.
 
     A function that refers to itself in a closure would keep the tensors of every batch alive until
     the garbage collector runs.
     """
     if isinstance(batch, torch.Tensor):
-        yield batch
+        yield name, batch
     elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
+        for key, value in batch.items():
+            yield from named_tensors(value, f"{name}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
+        for number, value in enumerate(batch):
+            yield from named_tensors(value, f"{name}[{number}]")
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
+            yield from named_tensors(getattr(batch, field.name), f"{name}.{field.name}")
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield each tensor of a batch, in order."""
+    for _, tensor in named_tensors(batch):
+        yield tensor

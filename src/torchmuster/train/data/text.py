@@ -164,9 +164,12 @@ def import_datasets(purpose: str) -> Any:
 
 
 def open_files(
-    places: str | Sequence[str], record: RecordFormat, *, streaming: bool = False
+    places: str | Sequence[str],
+    record: RecordFormat,
+    *,
+    options: Mapping[str, Any] | None = None,
 ) -> Records:
-    """Open files of one kind: paths, patterns or URLs."""
+    """Open files of one kind: paths, patterns or URLs; ``options`` are those of ``load_dataset``."""
     patterns = [places] if isinstance(places, str) else list(places)
     datasets = import_datasets(f"data files ({patterns[0]}) need")
     files: list[str] = []
@@ -180,16 +183,14 @@ def open_files(
         )
     (builder,) = builders
     local = tuple(file for file in files if "://" not in file)
-    options: dict[str, Any] = {}
+    options = {"split": "train", **(options or {})}
     if builder == "csv":
         # A CSV file has text only: neither "NA" nor 007 means anything else.
         names = (record.text_field, record.prompt_field, record.completion_field)
         options["converters"] = dict.fromkeys(names, str)
         options["keep_default_na"] = False
     try:
-        dataset = datasets.load_dataset(
-            builder, data_files=files, split="train", streaming=streaming, **options
-        )
+        dataset = datasets.load_dataset(builder, data_files=files, **options)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise _unreadable(files, local, builder, error) from error
     if builder == "text" and record.text_field != "text":
@@ -289,17 +290,13 @@ def record_lines(path: Path) -> Iterator[int]:
         yield from range(1, len(one_file) + 1)
 
 
-def open_dataset(
-    name_or_path: str,
-    split: str,
-    *,
-    options: Mapping[str, Any] | None = None,
-    streaming: bool = False,
-) -> Records:
+def open_dataset(name_or_path: str, options: Mapping[str, Any] | None = None) -> Records:
     """Open a data set: a folder that ``save_to_disk`` wrote, a folder of files, or a name on the hub.
 
-    ``options`` are those of ``datasets.load_dataset``.
+    ``options`` are those of ``datasets.load_dataset``; the split is ``train`` if they have none.
     """
+    options = {"split": "train", **(options or {})}
+    split = options["split"]
     datasets = import_datasets("datasets by name or folder need")
     folder = Path(name_or_path).expanduser()
     name = f"{name_or_path} {split}"
@@ -308,11 +305,11 @@ def open_dataset(
             dataset = datasets.load_from_disk(str(folder))
             if isinstance(dataset, dict):
                 dataset = _split_of(dataset, name_or_path, split)
-            if streaming:
+            if options.get("streaming"):
                 dataset = dataset.to_iterable_dataset()
             return Records(dataset=dataset, name=name)
         source = str(folder) if folder.is_dir() else name_or_path
-        dataset = datasets.load_dataset(source, split=split, streaming=streaming, **(options or {}))
+        dataset = datasets.load_dataset(source, **options)
         return Records(dataset=dataset, name=name)
     except (OSError, ValueError) as error:
         raise Impossible(
@@ -329,7 +326,7 @@ def _split_of(splits: dict[str, Any], name: str, split: str) -> Any:
         raise Impossible(
             f"the dataset {name!r} has no split {split!r}",
             why=f"it has {', '.join(splits)}",
-            fix="set data.split to one of them",
+            fix=f"set one of them: data.options: {{split: {next(iter(splits))}}}",
         )
     return splits[split]
 

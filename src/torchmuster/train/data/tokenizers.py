@@ -25,17 +25,9 @@ class ByteTokenizer:
 
 
 class TransformersTokenizer:
-    """A ``transformers`` tokenizer, from a folder or by name.
+    """A ``transformers`` tokenizer, from a folder or by name."""
 
-    ``chat_template`` is a file that replaces the tokenizer's chat template.
-    """
-
-    def __init__(
-        self,
-        name_or_path: str,
-        *,
-        chat_template: str | None = None,
-    ) -> None:
+    def __init__(self, name_or_path: str) -> None:
         self.raw = load_tokenizer(name_or_path)
         if self.raw.eos_token_id is None:
             raise Impossible(
@@ -43,15 +35,6 @@ class TransformersTokenizer:
                 why="each document ends with it, so that the model learns where documents end",
                 fix="set eos_token in the folder's tokenizer_config.json",
             )
-        if chat_template is not None:
-            try:
-                self.raw.chat_template = Path(chat_template).expanduser().read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise Impossible(
-                    f"cannot read data.chat_template: {chat_template}",
-                    why=getattr(error, "strerror", None) or str(error),
-                    fix="give the path of a Jinja file",
-                ) from None
         self.end: int = self.raw.eos_token_id
         self.vocabulary: int = len(self.raw)
         self.begin: list[int] = []
@@ -83,11 +66,11 @@ class TransformersTokenizer:
         return str(self.raw.decode(list(ids)))
 
 
-def tokenizer_named(name_or_path: str, *, chat_template: str | None = None) -> Tokenizer:
+def tokenizer_named(name_or_path: str) -> Tokenizer:
     """Return a tokenizer by name: ``bytes``, a folder, or one on the hub."""
     if name_or_path == "bytes":
         return ByteTokenizer()
-    return TransformersTokenizer(name_or_path, chat_template=chat_template)
+    return TransformersTokenizer(name_or_path)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

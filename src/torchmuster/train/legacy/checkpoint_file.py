@@ -1,8 +1,8 @@
-"""One checkpoint file for all ranks: ``torch.save`` on rank 0; it reads it too, and the others receive it.
+"""One checkpoint file for all ranks: rank 0 writes it with ``torch.save``, reads it, and sends it to the others.
 
 ``save_together`` and ``load_together`` are collectives. Only rank 0 needs to see the file, so hosts
-need no shared disk, and all ranks have the same state afterwards. An error on rank 0 is raised on
-every rank. Files are read with ``weights_only``, which runs no code from them.
+need no shared disk. An error on rank 0 is raised on every rank. Files are read with
+``weights_only``, which runs no code from them.
 """
 
 import io
@@ -10,17 +10,14 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.train.world import World, all_gather_object
-
-_SHOWN = 5  # differences named in an error; the rest is counted
-T = TypeVar("T")
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -28,33 +25,35 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by its own names, without ``module.``."""
-    return dict(unwrap_model(model).state_dict())
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state, with its class."""
-    return {"kind": type(optimizer).__name__, **optimizer.state_dict()}
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the model's tensors by its own names, and the optimizer's state with its class."""
+    state = {"kind": type(optimizer).__name__, **optimizer.state_dict()}
+    return {"model": unwrap_model(model).state_dict(), "optimizer": state}
 
 
 def save_together(path: Path, content: Mapping[str, Any], world: World) -> None:
     """Write rank 0's content; when this returns on any rank, the file is complete."""
-    _by_first(lambda: write_file(path, content), world)
+
+    def write() -> bytes:
+        write_file(path, content)
+        return b""
+
+    by_first(write, world)
 
 
 def load_together(path: Path, world: World) -> dict[str, Any]:
     """Read the file on rank 0 and return its content on all ranks, tensors on the CPU."""
-    content = _by_first(lambda: _checked(path), world) or b""
-    size = all_gather_object(len(content), world)[0]
-    if world.world_size > 1:
-        received = torch.empty(size, dtype=torch.uint8)
-        if world.is_first:
-            received = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        received = received.to(world.device)
-        dist.broadcast(received, src=0)
-        content = bytes(received.cpu().untyped_storage())
-    return parse(content, path)
+    return parse(by_first(lambda: read_file(path), world), path)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a file that :func:`parse` accepts."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise MusterError(f"cannot read a checkpoint at {path}", why=str(error)) from None
+    parse(content, path)
+    return content
 
 
 def write_file(path: Path, content: Mapping[str, Any]) -> None:
@@ -79,20 +78,17 @@ def write_file(path: Path, content: Mapping[str, Any]) -> None:
 
 def parse(content: bytes, path: Path) -> dict[str, Any]:
     """Return what a file of :func:`write_file` holds; raise an error for any other file."""
+    saved = None
+    why = "it has no epoch, model and optimizer"
     try:
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
+        why = f"torch.load with weights_only=True refuses it ({type(error).__name__})"
+    if not isinstance(saved, dict) or not {"epoch", "model", "optimizer"} <= saved.keys():
         raise MusterError(
             f"the checkpoint {path} is damaged, or was not written by save_checkpoint",
-            why=f"torch.load with weights_only=True refuses it ({type(error).__name__})",
+            why=why,
             fix="use an older checkpoint; nothing was loaded, and no code of the file was run",
-        ) from error
-    if not isinstance(saved, dict) or not {"epoch", "model", "optimizer"} <= saved.keys():
-        raise Impossible(
-            f"{path} is not a checkpoint of a trainer",
-            why="it has no epoch, model and optimizer",
-            fix="for weights only: model.load_state_dict(torch.load(path, weights_only=True)), before "
-            "you pass the model to the trainer",
         )
     return saved
 
@@ -100,67 +96,50 @@ def parse(content: bytes, path: Path) -> dict[str, Any]:
 def load_states(
     saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path
 ) -> None:
-    """Restore saved states. Reject states that do not match before changing anything."""
-    _refuse_another_model(saved["model"], model, path)
-    if optimizer is not None:
-        state = dict(saved["optimizer"])
-        kind = state.pop("kind")
-        try:
-            if kind != type(optimizer).__name__:
-                raise ValueError(f"it was saved by {kind}, but this is {type(optimizer).__name__}")
-            optimizer.load_state_dict(state)
-        except ValueError as error:
-            raise Impossible(
-                f"the optimizer state in {path} does not match this optimizer",
-                why=str(error),
-                fix="create the optimizer with the class and parameter groups used when the checkpoint "
-                "was saved",
-            ) from None
-    unwrap_model(model).load_state_dict(saved["model"])
-
-
-def _refuse_another_model(saved: Mapping[str, torch.Tensor], model: nn.Module, path: Path) -> None:
-    own = unwrap_model(model).state_dict()
-    differences = [f"missing in the file: {name}" for name in own.keys() - saved.keys()]
-    differences += [f"not in the model: {name}" for name in saved.keys() - own.keys()]
-    for name in own.keys() & saved.keys():
-        before, here = tuple(saved[name].shape), tuple(own[name].shape)
-        if before != here:
-            differences.append(f"{name}: {before} in the file, {here} in the model")
-    if differences:
-        shown = sorted(differences)[:_SHOWN]
-        if len(differences) > _SHOWN:
-            shown.append(f"and {len(differences) - _SHOWN} more")
-        raise Impossible(
-            f"the checkpoint {path} does not match the model",
-            why="\n".join(shown),
-            fix="build the model with the settings used when the checkpoint was saved",
-        )
-
-
-def _checked(path: Path) -> bytes:
+    """Restore saved states; those that do not match are refused before anything changes."""
+    model = unwrap_model(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved["model"].items()}
+    different = []
+    for name in sorted(shapes.keys() | saved_shapes.keys()):
+        saved_shape, shape = saved_shapes.get(name), shapes.get(name)
+        if saved_shape != shape:
+            different.append(f"{name}: {saved_shape} in the file, {shape} in the model")
+    state = dict(saved["optimizer"])
+    kind = state.pop("kind")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise Impossible(
-            f"cannot read a checkpoint at {path}", why=error.strerror or str(error)
+        if different:
+            raise ValueError("\n".join(different[:5]))
+        if optimizer is not None:
+            if kind != type(optimizer).__name__:
+                raise ValueError(f"its optimizer is {kind}, and this is {type(optimizer).__name__}")
+            optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise MusterError(
+            f"the checkpoint {path} does not match the model or the optimizer",
+            why=str(error),
+            fix="build both with the settings used when the checkpoint was saved",
         ) from None
-    parse(content, path)
-    return content
+    model.load_state_dict(saved["model"])
 
 
-def _by_first(act: Callable[[], T], world: World) -> T | None:
-    """Call a function on rank 0; raise its error on all ranks."""
-    result, failure = None, None
+def by_first(act: Callable[[], bytes], world: World) -> bytes:
+    """Return what rank 0's call returns, on all ranks; raise its error on all ranks."""
+    content, failure = b"", None
     if world.is_first:
         try:
-            result = act()
+            content = act()
         except MusterError as error:
-            failure = error
-    first = all_gather_object(failure and [failure.what, failure.why, failure.fix], world)[0]
+            failure = [error.what, error.why, error.fix]
+    size, failure = all_gather_object([len(content), failure], world)[0]
     if failure is not None:
-        raise failure
-    if first is not None:
-        what, why, fix = first
-        raise Impossible(what, why=why, fix=fix)
-    return result
+        what, why, fix = failure
+        raise MusterError(what, why=why, fix=fix)
+    if size and world.world_size > 1:
+        received = torch.empty(size, dtype=torch.uint8)
+        if world.is_first:
+            received = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        received = received.to(world.device)
+        dist.broadcast(received, src=0)
+        content = received.cpu().numpy().tobytes()
+    return content

@@ -1,12 +1,11 @@
 """``ProductionTrainer``: DDP with mixed precision, accumulation, a schedule, checkpoints and curves."""
 
 import copy
-import difflib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -221,7 +220,8 @@ class DDPTrainer:
         ``set_epoch`` on the sampler. If ranks have different numbers of batches, it raises an error
         that names them.
         """
-        self._epoch = _epoch_set_by_hand(dataloader, self._epoch)
+        # A script that calls set_epoch itself is believed.
+        self._epoch = max(self._epoch, getattr(dataloader.sampler, "epoch", 0))
         loader = DataLoaderAdapter(dataloader, self._world)
         update = TrainStep(self.model, optimizer, self._strategy, self._world)
         if isinstance(criterion, nn.Module):
@@ -239,11 +239,7 @@ class DDPTrainer:
         A ``torch.save`` file with the model under its own names, the optimizer and the epoch. It
         replaces an older file only when it is complete.
         """
-        tree = {
-            "epoch": epoch,
-            "model": checkpoint_file.model_state(self.model),
-            "optimizer": checkpoint_file.optimizer_state(optimizer),
-        }
+        tree = {"epoch": epoch, **checkpoint_file.states_of(self.model, optimizer)}
         checkpoint_file.save_together(Path(path), tree, self._world)
 
     def load_checkpoint(
@@ -258,14 +254,6 @@ class DDPTrainer:
         self._epoch = int(saved["epoch"]) + 1
         return int(saved["epoch"])
 
-
-def _epoch_set_by_hand(dataloader: DataLoader[Any], counted: int) -> int:
-    """Return the epoch that a script has set on the sampler, if any; else the counted one."""
-    told = getattr(dataloader.sampler, "epoch", counted)
-    return told if isinstance(told, int) and told > counted else counted
-
-
-_production_log = logging.getLogger(__name__)
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -309,7 +297,8 @@ class ProductionTrainer:
         val_loader: DataLoader[Any] | None,
         config: ProductionConfig | Mapping[str, Any],
     ) -> None:
-        config = config if isinstance(config, ProductionConfig) else _read_trainers(config)
+        if not isinstance(config, ProductionConfig):
+            config = ProductionConfig(**config)
         self.config = config
         self._world = world = present_world()
         self._strategy: Strategy = Ddp(world) if world.backend else Single(world)
@@ -320,7 +309,12 @@ class ProductionTrainer:
         self._loader = DataLoaderAdapter(train_loader, world, accumulation=config.accumulation)
         self._val_loader = val_loader
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = (config.optimizer or _adamw(config))(parameters)
+        if config.optimizer is None:
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+            )
+        else:
+            self.optimizer = config.optimizer(parameters)
         steps = self._loader.steps_in_epoch()
         self.scheduler = schedule(
             self.optimizer,
@@ -387,8 +381,7 @@ class ProductionTrainer:
         tree = {
             "epoch": epoch,
             "step": self._steps,
-            "model": checkpoint_file.model_state(self.model),
-            "optimizer": checkpoint_file.optimizer_state(self.optimizer),
+            **checkpoint_file.states_of(self.model, self.optimizer),
             "schedule": self.scheduler.state_dict(),
             "update": self._update.state(),
             "random": all_gather_object(seeds.save_random_states(self._world), self._world),
@@ -411,7 +404,7 @@ class ProductionTrainer:
         if len(kept) == self._world.world_size:
             seeds.load_random_states(kept[self._world.global_rank], self._world)
         elif self._world.is_first:
-            _production_log.warning(
+            _log.warning(
                 "%s was saved by %d ranks, but there are %d now: random numbers (dropout) are reseeded",
                 path,
                 len(kept),
@@ -461,27 +454,3 @@ def _steps_of(dataloader: DataLoader[Any], world: World) -> Iterator[Step]:
             nominal_samples=len(targets),
             micro_batches=[micro],
         )
-
-
-def _adamw(config: ProductionConfig) -> MakeOptimizer:
-    return lambda parameters: torch.optim.AdamW(
-        parameters, lr=config.learning_rate, weight_decay=config.weight_decay
-    )
-
-
-def _read_trainers(config: Mapping[str, Any]) -> ProductionConfig:
-    known = [one.name for one in fields(ProductionConfig)]
-    for name in config:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise Impossible(
-                f"ProductionTrainer has no setting {name!r}",
-                fix=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}",
-            )
-    if "epochs" not in config:
-        raise Impossible(
-            "the setting 'epochs' is missing",
-            why="the learning-rate schedule ends with the last epoch",
-            fix="give ProductionTrainer {'epochs': …}",
-        )
-    return ProductionConfig(**config)

@@ -1,9 +1,5 @@
 """The repeated layers of a model: the units of sharding, recomputation and compilation."""
 
-import importlib.util
-import logging
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -78,56 +74,23 @@ def _weights_of(modules: list[nn.Module]) -> int:
     return sum(weight.numel() for module in modules for weight in module.parameters())
 
 
-def can_compile(device: torch.device) -> Decision[bool]:
-    """Return whether ``torch.compile`` has the compiler it needs for a device."""
-    if device.type == "cpu":
-        compiler = _cpp_compiler()
-        if compiler is None:
-            return Decision(
-                value=False,
-                reason="not compiled: there is no C++ compiler (g++ or clang++, or one named by CXX)",
-            )
-        # Even for the CPU, torch looks for CUDA, and warns if there is nvcc and no GPU.
-        logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda)
-        return Decision(value=True, reason=f"compiled with {compiler}")
-    if device.type in ("cuda", "xpu") and importlib.util.find_spec("triton") is None:
-        return Decision(
-            value=False,
-            reason=f"not compiled: triton, which compiles for {device.type}, is missing",
-        )
-    return Decision(value=True, reason=f"compiled for {device.type}")
-
-
-def compile_blocks(model: nn.Module, device: torch.device) -> Decision[int]:
+def compile_blocks(model: nn.Module) -> int:
     """Compile the repeated layers of a model in place, or the whole model if nothing repeats.
 
-    Returns how many were compiled, with the reason: 0 if that is not possible here. Call it after
-    recomputation is set up and before sharding.
+    Returns how many modules are compiled when they are first called. Call it after recomputation is
+    set up and before sharding.
     """
-    possible = can_compile(device)
-    if not possible.value:
-        return Decision(value=0, reason=possible.reason)
     blocks = repeated_blocks(model) or [model]
     for block in blocks:
         if type(block).forward.__module__.startswith("torch."):
             # torch skips its own code unless other code calls it, and then compiles nothing.
             block.forward = partial(_call, block.forward)
         block.compile()
-    what = f"{len(blocks)} blocks" if len(blocks) > 1 else "the whole model"
-    return Decision(value=len(blocks), reason=f"{what} {possible.reason}")
-
-
-def _is_not_about_cuda(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("No CUDA runtime is found")
+    return len(blocks)
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
-
-
-def _cpp_compiler() -> str | None:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    return next(filter(None, map(shutil.which, names)), None)
 
 
 Kind = Literal["full", "selective"]

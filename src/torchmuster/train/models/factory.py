@@ -88,11 +88,9 @@ class ModelRecipe:
             return []
         chosen = hugging_face.model_class(self.files, self.labels)
         replaced = hugging_face.new_head(self.files, self.labels)
-        renamed = hugging_face.renamed_labels(self.files, self.labels)
-        head = renamed
-        if replaced:
-            head = f"the model gets a new head, random from train.seed: {replaced}"
-        return [chosen.reason, *([head] if head else [])]
+        if not replaced:
+            return [chosen.reason]
+        return [chosen.reason, f"the model gets a new head, random from train.seed: {replaced}"]
 
     def sketch(self) -> Decision[nn.Module]:
         """Create the model with initial weights; the reason says where LoRA is added."""

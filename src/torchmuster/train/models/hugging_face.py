@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchmuster import untrusted
 from torchmuster.checkpoints.model_class import (
     ModelClass,
     architecture_of,
@@ -30,7 +29,6 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_MOST_INDEX_BYTES = 64 * 2**20
 # Nothing else of a model's repository is downloaded: no code, and no pickled weights.
 _FETCHED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # Also tokenizer files that the transformers class does not declare, such as Gemma's
@@ -98,19 +96,6 @@ def new_head(files: ModelFiles, labels: Sequence[str] | None) -> str:
     return ""
 
 
-def renamed_labels(files: ModelFiles, labels: Sequence[str] | None) -> str:
-    """Return a remark if the head stays, but its classes get other names; "" if they keep them."""
-    if labels is None or not files.weights or new_head(files, labels):
-        return ""
-    before = _own_labels(read_config(files.folder))
-    if before == list(labels):
-        return ""
-    return (
-        f"the head keeps its weights, and its {len(labels)} classes get the names of the folders: "
-        f"class 0 was {before[0]!r} and is now {labels[0]!r}"
-    )
-
-
 def _own_labels(config: dict[str, Any]) -> list[str]:
     named = config.get("id2label")
     if isinstance(named, dict) and named:
@@ -132,7 +117,7 @@ def build_model(
             config, dtype=_dtype_named(dtype, config)
         )
     except ValueError as error:
-        raise _cannot_build(files, kind, error) from error
+        raise _cannot_build(files, error) from error
     return _for_training(model)
 
 
@@ -182,8 +167,8 @@ def load_model(
             output_loading_info=True,
             **(options or {}),
         )
-    except ValueError as error:
-        raise _cannot_build(files, kind, error) from error
+    except (ValueError, OSError) as error:
+        raise _cannot_build(files, error) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
@@ -262,13 +247,6 @@ def _architecture(model: nn.Module) -> str | None:
 
 def load_image_processor(files: ModelFiles) -> Any:
     """Load the image processor in a model's folder."""
-    names = ("preprocessor_config.json", "processor_config.json")
-    if not any((files.folder / name).is_file() for name in names):
-        raise Impossible(
-            f"{files.folder} has no image processor",
-            why=f"found none of {', '.join(names)}, which say how images become pixel values",
-            fix="copy preprocessor_config.json from the model's page on the hub into the folder",
-        )
     try:
         return _transformers().AutoImageProcessor.from_pretrained(
             files.folder, local_files_only=True
@@ -277,8 +255,8 @@ def load_image_processor(files: ModelFiles) -> Any:
         raise Impossible(
             f"cannot load the image processor in {files.folder}",
             why=str(error).splitlines()[0],
-            fix="check preprocessor_config.json there; Pillow is needed: "
-            "pip install 'torchmuster[images]'",
+            fix="copy preprocessor_config.json from the model's page on the hub into the folder; Pillow "
+            "is needed: pip install 'torchmuster[images]'",
         ) from error
 
 
@@ -356,19 +334,17 @@ def model_config(files: ModelFiles, labels: Sequence[str] | None = None) -> Any:
             files.folder, local_files_only=True, **classes
         )
     except (ValueError, OSError, KeyError) as error:
-        raise _cannot_build(files, model_class(files, labels).value, error) from error
+        raise _cannot_build(files, error) from error
 
 
 def _dtype_named(name: str, config: Any) -> torch.dtype:
     return DTYPES.get(name, config.dtype or torch.float32)
 
 
-def _cannot_build(files: ModelFiles, wanted: ModelClass, error: Exception) -> Impossible:
-    kind = "unknown"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kind = untrusted.read_json(files.folder / "config.json")["model_type"]
+def _cannot_build(files: ModelFiles, error: Exception) -> Impossible:
+    kind = read_config(files.folder).get("model_type")
     return Impossible(
-        f"transformers cannot build the {wanted.what} from {files.folder / 'config.json'}",
+        f"transformers cannot build the model from {files.folder / 'config.json'}",
         why=f"its model_type is {kind!r}; {str(error).splitlines()[0]}",
         fix="check config.json, or build the model yourself: model.build (module:function); "
         "Muster does not run code from a model's folder",
@@ -384,25 +360,7 @@ def _weights_in(folder: Path) -> tuple[Path, ...]:
             why="Muster loads only safetensors files",
             fix="if you trust them, convert them: model.save_pretrained(folder)",
         )
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return weights
-    try:
-        named = set(map(str, untrusted.read_json(index, _MOST_INDEX_BYTES)["weight_map"].values()))
-    except (untrusted.Unreadable, KeyError, TypeError, AttributeError) as error:
-        raise Impossible(
-            f"{index} is not an index of weights",
-            why=f"{type(error).__name__}: {error}",
-            fix="copy or download the model again",
-        ) from None
-    missing = sorted(named - {path.name for path in weights})
-    if missing:
-        raise Impossible(
-            f"weights are missing in {folder}: {', '.join(missing[:5])}",
-            why=f"{index.name} names {len(named)} files",
-            fix="copy or download them again",
-        )
-    return tuple(path for path in weights if path.name in named)
+    return weights
 
 
 def _fetch(name: str) -> Path:

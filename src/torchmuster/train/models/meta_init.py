@@ -8,8 +8,6 @@
 The values match ``torch.manual_seed(seed); build()`` in plain PyTorch, on any number of ranks.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from torchmuster.train.seeds import kept_random_states, seed_cpu
 from torchmuster.train.world import World
 
 Build = Callable[[], nn.Module]
@@ -50,13 +49,15 @@ def build_for(
 
 def build_whole(build: Build, *, seed: int) -> nn.Module:
     """Build a model with its values; the caller's random state is restored."""
-    with _seeded(seed):
+    with kept_random_states():
+        seed_cpu(seed)
         return build()
 
 
 def build_on_meta(build: Build) -> nn.Module:
     """Build a model without memory for its parameters; with memory if its code needs their values."""
-    with _seeded(0):
+    with kept_random_states():
+        seed_cpu(0)
         try:
             with _parameters_on_meta():
                 return build()
@@ -108,22 +109,3 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch on the CPU, Python and numpy (if imported); restore their states afterwards."""
-    numpy: Any = sys.modules.get("numpy")
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    of_numpy = numpy and numpy.random.get_state()
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would also seed every GPU
-    random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if numpy:
-            numpy.random.set_state(of_numpy)

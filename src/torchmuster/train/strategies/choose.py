@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -13,10 +13,12 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.models.parameters import FOUR_BIT_BYTES
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import format_bytes
+
+if TYPE_CHECKING:
+    from torchmuster.train.strategies.sharding import Sharding
 
 Name = Literal["single", "ddp", "fsdp"]
 _STRATEGIES: Mapping[str, str] = MappingProxyType(
@@ -91,7 +93,7 @@ def choose_strategy(
     ranks: int,
     sizes: ModelSizes,
     memory_bytes: int | None,
-    sharding: Sharding | None = None,
+    sharding: "Sharding | None" = None,
 ) -> Decision[Name]:
     """Choose a strategy: the requested one, else the simplest one that fits in memory.
 
@@ -143,7 +145,7 @@ def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decisio
     return Decision(value="fsdp", reason=reason)
 
 
-def _asked_of_fsdp(sharding: Sharding) -> str:
+def _asked_of_fsdp(sharding: "Sharding") -> str:
     return "fsdp_cpu_offload" if sharding.cpu_offload else sharding.kind
 
 
@@ -161,7 +163,7 @@ def build_strategy(
     world: World,
     *,
     precision: Precision = FP32,
-    sharding: Sharding | None = None,
+    sharding: "Sharding | None" = None,
     find_unused_parameters: bool = False,
 ) -> Strategy:
     """Create a strategy by its name; reject options that it does not have."""
