@@ -59,7 +59,7 @@ class _Reader:
         if not isinstance(node, MappingNode):
             section = f"{prefix} is a group: write each of its settings on its own line below it"
             self._mistake(
-                _file_written(key, node),
+                _node_written(key, node),
                 section if prefix else "a settings file consists of `key: value` lines",
             )
             return
@@ -97,7 +97,7 @@ class _Reader:
                     path=path,
                     value=yaml12.value_of(value),
                     source=Source(
-                        strength=Strength.FILE, where=self._where(_file_written(key, value))
+                        strength=Strength.FILE, where=self._where(_node_written(key, value))
                     ),
                     items=self._items(value),
                 )
@@ -129,7 +129,7 @@ def _is_empty(node: "Node") -> bool:
     return isinstance(node.value, str) and (node.tag or "").endswith(":null")
 
 
-def _file_written(key: "Node", value: "Node") -> "Node":
+def _node_written(key: "Node", value: "Node") -> "Node":
     """Return the node whose position is reported.
 
     ruamel.yaml gives an alias the position of its anchor, and an empty value the position of the

@@ -36,13 +36,13 @@ def check_here(resolved: Resolved) -> None:
     Imports nothing and uses no network: what needs either is checked by the ranks.
     """
     found = (
-        *_here_files(resolved),
-        *_here_images(resolved),
-        *_here_model(resolved),
+        *_files(resolved),
+        *_images(resolved),
+        *_model(resolved),
         *_modules(resolved),
         *_libraries(resolved),
         *_sinks(resolved),
-        *_here_optimizer(resolved),
+        *_optimizer(resolved),
     )
     if mistakes := list(found):
         raise ConfigError(mistakes)
@@ -73,7 +73,7 @@ def looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
-def _here_files(resolved: Resolved) -> Iterator[Mistake]:
+def _files(resolved: Resolved) -> Iterator[Mistake]:
     data = resolved.settings.data
     if data.files is None:
         return
@@ -93,7 +93,7 @@ def _here_files(resolved: Resolved) -> Iterator[Mistake]:
             )
 
 
-def _here_images(resolved: Resolved) -> Iterator[Mistake]:
+def _images(resolved: Resolved) -> Iterator[Mistake]:
     """Check image folders: each class has a subfolder."""
     data = resolved.settings.data
     if data.images is None:
@@ -114,7 +114,7 @@ def _here_images(resolved: Resolved) -> Iterator[Mistake]:
             return
 
 
-def _here_model(resolved: Resolved) -> Iterator[Mistake]:
+def _model(resolved: Resolved) -> Iterator[Mistake]:
     name = resolved.settings.model.model_name_or_path
     if name is not None and looks_like_path(name) and not Path(name).expanduser().is_dir():
         yield Mistake(
@@ -176,7 +176,7 @@ def _sinks(resolved: Resolved) -> Iterator[Mistake]:
             )
 
 
-def _here_optimizer(resolved: Resolved) -> Iterator[Mistake]:
+def _optimizer(resolved: Resolved) -> Iterator[Mistake]:
     if resolved.settings.train.optimizer != "adamw_8bit" or _exists("bitsandbytes"):
         return
     yield Mistake(

@@ -51,7 +51,8 @@ HUGGING_FACE_NAMES: Mapping[str, OurSetting] = {
     ),
     "max_grad_norm": OurSetting(path="train.clip_norm"),
     "lr_scheduler_type": OurSetting(
-        path="train.schedule", how="with the same names; polynomial is linear"
+        path="train.schedule",
+        how="polynomial is linear, constant_with_warmup is constant, cosine_with_min_lr is cosine",
     ),
     "lr_scheduler_kwargs": OurSetting(
         path="train.min_learning_rate",

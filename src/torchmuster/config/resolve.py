@@ -46,7 +46,7 @@ def resolve_settings(
     """Read all layers and return settings, or raise one :class:`ConfigError` with every mistake."""
     layers = [from_file(file)] if file else []
     layers += [from_environment(environment or {}), from_flags(flags)]
-    mistakes = [mistake for layer in layers for mistake in _check_resolve(layer)]
+    mistakes = [mistake for layer in layers for mistake in _checked(layer)]
     chosen: dict[str, SettingValue] = {}
     for layer in layers:  # lowest precedence first, so that higher ones overwrite
         chosen.update({entry.path: entry for entry in layer.entries})
@@ -58,7 +58,7 @@ def resolve_settings(
     return Resolved(settings=_build(chosen), sources=sources)
 
 
-def _check_resolve(layer: Layer) -> list[Mistake]:
+def _checked(layer: Layer) -> list[Mistake]:
     """Check each value's type and replace it by the converted one."""
     mistakes = list(layer.mistakes)
     converted: list[SettingValue] = []
@@ -123,14 +123,14 @@ def _explain(entry: SettingValue) -> list[Mistake]:
         if not _fits(entry.path, [item] * fields.shortest_list(entry.path))
     ]
     if not wrong:
-        what = f"{entry.path} must be {accepts}; this is {_show_resolve(entry.value)}"
+        what = f"{entry.path} must be {accepts}; this is {_shown(entry.value)}"
         fix = _hint(accepts, entry.value) or _other_setting(entry.value)
         return [Mistake(where=where, what=what, fix=fix)]
     accepts = fields.describe_item(entry.path)
     return [
         Mistake(
             where=entry.items[place] if entry.items else where,
-            what=f"item {place + 1} of {entry.path} must be {accepts}; this is {_show_resolve(items[place])}",
+            what=f"item {place + 1} of {entry.path} must be {accepts}; this is {_shown(items[place])}",
             fix=_hint(accepts, items[place]),
         )
         for place in wrong
@@ -145,7 +145,7 @@ def _fits(path: str, value: object) -> bool:
     return True
 
 
-def _show_resolve(value: object) -> str:
+def _shown(value: object) -> str:
     """Describe a wrong value for an error message."""
     match value:
         case None | "":

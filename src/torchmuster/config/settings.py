@@ -238,17 +238,14 @@ class Train:
     schedule: Annotated[
         Literal[
             "constant",
-            "constant_with_warmup",
             "linear",
             "cosine",
-            "cosine_with_min_lr",
             "inverse_sqrt",
             "warmup_stable_decay",
         ],
         Meta(
-            description="Learning rate after the warm-up, by transformers' names; all but constant, "
-            "constant_with_warmup and inverse_sqrt decay to min_learning_rate at the last step, "
-            "warmup_stable_decay in the last tenth of the steps."
+            description="Learning rate after the warm-up, by transformers' names; linear and cosine decay to "
+            "min_learning_rate at the last step, warmup_stable_decay in the last tenth of the steps."
         ),
     ] = "constant"
     warmup: Annotated[

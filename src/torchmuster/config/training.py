@@ -53,12 +53,8 @@ _NEEDS = {
 _ONLY_WITH = {
     "train.min_learning_rate": (
         "train.schedule",
-        ("linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"),
+        ("linear", "cosine", "warmup_stable_decay"),
     ),
-}
-# Values that need another setting.
-_VALUE_NEEDS = {
-    ("train.schedule", "cosine_with_min_lr"): "train.min_learning_rate",
 }
 # The optimizer options that each optimizer has, with what a value must be.
 OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -175,13 +171,6 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
             what=f"{path} has no effect with {other}: {str(values[other]).lower()}",
             fix=f"leave it out, or use {other}: {shown}",
         )
-    for (path, value), also in _VALUE_NEEDS.items():
-        if values[path] == value and not values[also]:
-            yield Mistake(
-                where=resolved.sources[path].where,
-                what=f"{path}: {value} needs {also}",
-                fix=f"give {also}",
-            )
     yield from _no_functions(resolved)
     yield from _lora(resolved)
     yield from _batch_sizes(resolved)

@@ -10,7 +10,6 @@ the step's micro-batches again with hooks on every layer::
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchmuster.errors import MusterError
 from torchmuster.finding import Finding, Status
-from torchmuster.train.buffers import untrained
+from torchmuster.train.buffers import no_effect
 from torchmuster.train.data.pytree import named_tensors
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.models.parameters import own_name
@@ -173,7 +172,7 @@ class BadNumbers:
         weights = bad_names(self._model.named_parameters())
         if weights:
             causes["weights"] = {"what": weights[0]}
-        with restored(self._model, self._world.device):
+        with no_effect(self._model, self._world):
             for micro in micro_batches:
                 with torch.no_grad(), NanHooks(self._model) as hooks:
                     loss = self._total(loss_fn, micro)
@@ -258,19 +257,3 @@ def bad_input(micro: MicroBatch) -> dict[str, Any]:
 def bad_names(named: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the names of tensors that are not finite."""
     return [own_name(name) for name, tensor in named if worst(tensor) is not None]
-
-
-@contextmanager
-def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore untrained tensors and torch's random state afterwards, and clear the gradients."""
-    before = [(tensor, tensor.detach().clone()) for tensor in untrained(model)]
-    accelerators = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
-    try:
-        with torch.random.fork_rng(accelerators, device_type=kind):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, values in before:
-                tensor.copy_(values)
-        model.zero_grad(set_to_none=True)

@@ -46,11 +46,7 @@ def _model_line(model: nn.Module, seed: int | None) -> str:
         dtype = str(parameter.dtype).removeprefix("torch.")
         dtypes["4 bits" if id(parameter) in packed else dtype] = None
     total, trained = parameter_counts(model)
-    text = f"{name}, {total:,} parameters in {' and '.join(dtypes)}"
-    if trained == total:
-        text += ", all trained"
-    else:
-        text += f", {trained:,} trained ({trained / total:.1%})"
+    text = f"{name}, {total:,} parameters in {' and '.join(dtypes)}, {trained:,} trained"
     if seed is not None:
         text += f", initialized with seed {seed}"
     return text
@@ -95,7 +91,4 @@ def _data_line(loader: Loader) -> str:
     text = f"{type(loader).__name__}, {length}"
     if "seed" in state:
         text += f", seed {state['seed']}"
-    split: BatchSplit | None = getattr(loader, "portions", None)
-    if split is not None and state.get("size", split.global_batch_size) < split.global_batch_size:
-        text += f"; a step has at most {state['size']} samples, the size of the dataset"
     return text

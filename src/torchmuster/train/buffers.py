@@ -1,11 +1,13 @@
 """Tensors that no optimizer trains, such as BatchNorm's running means: all ranks use rank 0's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchmuster.train import seeds
 from torchmuster.train.models.parameters import peft_config
 from torchmuster.train.world import World
 
@@ -22,6 +24,21 @@ def untrained(model: nn.Module) -> list[torch.Tensor]:
         *model.buffers(),
         *(parameter for parameter in model.parameters() if not parameter.requires_grad),
     ]
+
+
+@contextmanager
+def no_effect(model: nn.Module, world: World) -> Iterator[None]:
+    """Restore untrained tensors and random states afterwards, and clear the gradients."""
+    before = [(tensor, tensor.detach().clone()) for tensor in untrained(model)]
+    states = seeds.save_random_states(world)
+    try:
+        yield
+    finally:
+        seeds.load_random_states(states, world)
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor, values in before:
+                tensor.copy_(values)
 
 
 def share_buffers(model: nn.Module, world: World) -> None:

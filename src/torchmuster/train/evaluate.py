@@ -56,7 +56,7 @@ def evaluate(
         {name: [float(one) for one in pair] for name, pair in sums.items()}, world
     )
     names = dict.fromkeys(name for of_rank in said for name in of_rank)
-    return {name: _evaluate_mean([one[name] for one in said if name in one]) for name in names}
+    return {name: _mean([one[name] for one in said if name in one]) for name in names}
 
 
 class BestMetric:
@@ -154,7 +154,7 @@ def _counted(name: str, value: Value, micro: MicroBatch) -> tuple[Any, Any]:
     return most_exact(total) if isinstance(total, torch.Tensor) else total, count
 
 
-def _evaluate_mean(of_ranks: list[list[float]]) -> float:
+def _mean(of_ranks: list[list[float]]) -> float:
     total = math.fsum(total for total, _ in of_ranks)
     count = math.fsum(count for _, count in of_ranks)
     return total / count if count else math.nan

@@ -29,7 +29,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise Impossible(
             "the loss cross_entropy needs batches of (inputs, targets), but this batch is "
-            f"{_losses_kind(batch)}",
+            f"{_kind_of(batch)}",
             why="its dataset must return pairs: (input, class)",
             fix="return pairs from the dataset, or set your own loss (model.loss: module:function)",
         )
@@ -48,7 +48,7 @@ def language_model(
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise Impossible(
             "the loss language_model needs batches with input_ids, but this batch is "
-            f"{_losses_kind(batch)}",
+            f"{_kind_of(batch)}",
             why="its dataset must return dictionaries: {'input_ids': …, 'labels': …}",
             fix="return such dictionaries, or set another loss (model.loss: cross_entropy or "
             "module:function)",
@@ -89,7 +89,7 @@ def classification(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch
 def _with_labels(batch: Any, loss: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     if not isinstance(batch, Mapping) or "labels" not in batch:
         raise Impossible(
-            f"the loss {loss} needs batches with labels, but this batch is {_losses_kind(batch)}",
+            f"the loss {loss} needs batches with labels, but this batch is {_kind_of(batch)}",
             why="its dataset must return dictionaries: {'labels': …, and the inputs of the model}",
             fix="return such dictionaries, or set another loss (model.loss: module:function)",
         )
@@ -147,14 +147,14 @@ def _logits(output: Any) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         raise Impossible(
-            f"the model returned {_losses_kind(output)}, but the loss needs logits",
+            f"the model returned {_kind_of(output)}, but the loss needs logits",
             why="the output must be a tensor of logits, or have a field 'logits'",
             fix="return logits from the model, or set your own loss (model.loss: module:function)",
         )
     return logits
 
 
-def _losses_kind(value: object) -> str:
+def _kind_of(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
     if isinstance(value, tuple | list):

@@ -222,15 +222,13 @@ def _adamw_8bit(given: Any, **options: Any) -> torch.optim.Optimizer:
 
 Shape = Literal[
     "constant",
-    "constant_with_warmup",
     "linear",
     "cosine",
-    "cosine_with_min_lr",
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
 # Their factors do not depend on the number of steps.
-ENDLESS: tuple[Shape, ...] = ("constant", "constant_with_warmup", "inverse_sqrt")
+ENDLESS: tuple[Shape, ...] = ("constant", "inverse_sqrt")
 _TIMESCALE = 10_000  # of inverse_sqrt without a warm-up, as in transformers
 
 

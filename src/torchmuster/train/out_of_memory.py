@@ -27,6 +27,7 @@ MESSAGES = (
     "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+HOST_MEMORY = ("cpu", "mps")  # devices whose memory is that of the host
 REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)", re.IGNORECASE)
 # The outermost of these in a traceback gives the phase. Paths are those of torch and this package.
 PHASES = (
@@ -80,11 +81,11 @@ class MemoryTable:
 
     def lines(self) -> list[str]:
         """Return the table as aligned text lines."""
-        on_cpu = self.device.type == "cpu"
+        on_host = self.device.type in HOST_MEMORY
         rows = {
             **self.states,
-            "activations and the program" if on_cpu else "activations and others": self.rest_bytes,
-            "in use by this process" if on_cpu else "in use by tensors": self.used_bytes,
+            "activations and the program" if on_host else "activations and others": self.rest_bytes,
+            "in use by this process" if on_host else "in use by tensors": self.used_bytes,
             "peak": self.peak_bytes,
             "reserved": self.reserved_bytes,
             "outside of torch": self.outside_bytes,
@@ -116,7 +117,7 @@ def memory_table(
         for state in optimizer.state.values():
             states += [value for value in state.values() if isinstance(value, torch.Tensor)]
     reserved = outside = None
-    if device.type == "cpu":
+    if device.type in HOST_MEMORY:
         used = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         from torchmuster.devices.readers import cpu

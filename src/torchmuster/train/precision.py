@@ -62,11 +62,11 @@ def precision_support(world: World) -> list[PrecisionSupport]:
             has_bf16=said["has_bf16"],
             compute_capability=said["capability"] and tuple(said["capability"]),
         )
-        for said in all_gather_object(_look_precision(world.device), world)
+        for said in all_gather_object(_own_device(world.device), world)
     ]
 
 
-def _look_precision(device: torch.device) -> dict[str, Any]:
+def _own_device(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {"kind": "cpu", "name": "CPU", "has_bf16": True, "capability": None}
     if device.type == "cuda":
@@ -96,7 +96,7 @@ def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decisi
     without = _first_without_bf16(of_ranks)
     if asked == "bf16" and without is not None:
         raise Impossible(
-            f"precision bf16 was requested, but {_precision_name(without, of_ranks)} does not "
+            f"precision bf16 was requested, but {_device_of(without, of_ranks)} does not "
             "support bf16",
             why="all ranks must use the same dtype",
             fix="use precision auto or fp16, or exclude that GPU",
@@ -124,12 +124,12 @@ def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
         if card.compute_capability is not None and card.compute_capability < _TENSOR_CORES:
             return Decision(
                 value=FP32,
-                reason=f"fp32: {_precision_name(rank, of_ranks)} supports neither bf16 nor fast "
+                reason=f"fp32: {_device_of(rank, of_ranks)} supports neither bf16 nor fast "
                 "fp16; all ranks use one dtype",
             )
     return Decision(
         value=FP16,
-        reason=f"fp16: {_precision_name(without, of_ranks)} does not support bf16; "
+        reason=f"fp16: {_device_of(without, of_ranks)} does not support bf16; "
         "all ranks use one dtype",
     )
 
@@ -138,5 +138,5 @@ def _first_without_bf16(of_ranks: Sequence[PrecisionSupport]) -> int | None:
     return next((rank for rank, card in enumerate(of_ranks) if not card.has_bf16), None)
 
 
-def _precision_name(rank: int, of_ranks: Sequence[PrecisionSupport]) -> str:
+def _device_of(rank: int, of_ranks: Sequence[PrecisionSupport]) -> str:
     return f"rank {rank}'s {of_ranks[rank]}"

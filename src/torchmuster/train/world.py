@@ -204,7 +204,7 @@ def rank_zero_first(
             raise
         store.set(key, _DONE)
     else:
-        said = _wait_world(store, key, timeout_s)
+        said = _wait_until_done(store, key, timeout_s)
         if said != _DONE:
             raise MusterError(
                 f"rank {world.global_rank} waited for work that failed on {said}",
@@ -213,7 +213,7 @@ def rank_zero_first(
         yield
 
 
-def _wait_world(store: Store, key: str, timeout_s: float) -> str:
+def _wait_until_done(store: Store, key: str, timeout_s: float) -> str:
     """Poll the store: a blocking wait lets no signal through, and prints when it times out."""
     end = time.monotonic() + timeout_s
     pause_s = 0.01

@@ -33,11 +33,6 @@ from torchmuster.train.models.hugging_face import DTYPES, weights_dtype
 from torchmuster.train.models.logits import fixed_batch, largest_difference, logits_of
 from torchmuster.train.weights import save_tensors, some_names
 
-_MODEL = "model."
-_CPU = torch.device("cpu")
-# Memory that a model takes while it is loaded and computes one sample, besides its weights.
-_MARGIN, _MARGIN_BYTES = 1.25, 256 * 2**20
-
 
 class Unchecked(Exception):
     """The reason why something cannot be checked here."""

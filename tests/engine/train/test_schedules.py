@@ -36,10 +36,8 @@ def test_the_curves(shape: Shape, expected: list[float]) -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "theirs"),
     [
-        ("constant_with_warmup", {}, {}),
         ("linear", {}, {}),
         ("cosine", {}, {}),
-        ("cosine_with_min_lr", {"min_learning_rate": 0.3}, {"min_lr": 0.3}),
         ("inverse_sqrt", {}, {}),
         ("warmup_stable_decay", {"decay_steps": 8}, {"num_decay_steps": 8}),
         (

@@ -92,7 +92,7 @@ def test_pitfalls_are_taken_away_or_named_on_every_rank(
     assert orders[0] != orders[1] != orders[2]
     assert sorted(orders[0]) == pytest.approx(sorted(orders[1]), abs=1e-6)
     assert first["epoch"] == 40
-    assert "rank 1: 4, rank 0: 3 batches" in first["uneven"]
+    assert "rank 1 has 4, rank 0 has 3" in first["uneven"]
     assert "not written by save_checkpoint" in first["hostile"]
     assert "/proc/nowhere" in first["unwritable"]
     assert "world_size=3" in first["contradiction"]

@@ -214,7 +214,7 @@ EVALUATED = GOOD.replace("files: a.txt", "files: a.txt, evaluation: b.txt")
         GOOD
         + "train: {optimizer: muon, optimizer_options: {betas: [0.9, 0.95], eps: 1e-7, momentum: 0.9}}",
         GOOD + "train: {schedule: warmup_stable_decay, warmup: 5, steps: 10}",
-        GOOD + "train: {schedule: cosine_with_min_lr, min_learning_rate: 1e-5}",
+        GOOD + "train: {schedule: cosine, min_learning_rate: 1e-5}",
         GOOD + "train: {optimizer: muon}\ndistributed: {strategy: fsdp}",
         EVALUATED + "checkpoint: {keep_best: true}",
     ],
@@ -239,7 +239,6 @@ def test_optimizers_schedules_and_the_best_checkpoint(text: str, tmp_path: Path)
         (GOOD + "train: {optimizer: adafactor}\ndistributed: {strategy: fsdp}", "adafactor"),
         (GOOD + "train: {optimizer: adamw_8bit}\ndistributed: {strategy: fsdp}", "adamw_8bit"),
         (GOOD + "train: {warmup: 130%}", "train.warmup"),
-        (GOOD + "train: {schedule: cosine_with_min_lr}", "train.min_learning_rate"),
         (GOOD + "train: {min_learning_rate: 1e-4}", "train.min_learning_rate"),
         (GOOD + "train: {schedule: linear, min_learning_rate: 1e-3}", "train.learning_rate"),
         (GOOD + "checkpoint: {keep_best: true}", "data.evaluation"),

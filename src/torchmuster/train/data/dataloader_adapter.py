@@ -4,7 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import (
@@ -24,34 +24,17 @@ from torchmuster.train.world import World, all_gather_object, sum_over_ranks
 
 
 def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
-    """Raise an error that names the ranks and their counts, unless all are the same."""
-    if len(set(counts)) <= 1:
+    """Raise an error that names a rank with the most and one with the fewest, unless all are the same."""
+    most, fewest = max(counts), min(counts)
+    if most == fewest:
         return
     raise Impossible(
-        f"the ranks have different numbers of {what}: {_dataloader_adapter_message(counts)} {what}",
-        why=f"all ranks must take part in each: after {min(counts)} {what}, ranks with more would "
-        "wait forever",
+        f"the ranks have different numbers of {what}: rank {counts.index(most)} has {most}, rank "
+        f"{counts.index(fewest)} has {fewest}",
+        why=f"all ranks must take part in each: after {fewest} {what}, ranks with more would wait forever",
         fix="give all ranks the same number (DistributedSampler with drop_last, or equal shards), or use "
         "BatchLoader, which gives a rank without samples an idle batch",
     )
-
-
-def _dataloader_adapter_message(counts: list[int]) -> str:
-    """Format [13, 12, 12] as “rank 0: 13, ranks 1-2: 12”."""
-    parts = []
-    for count in sorted(set(counts), reverse=True):
-        ranks = [rank for rank, one in enumerate(counts) if one == count]
-        parts.append(f"{rank_list_text(ranks)}: {count}")
-    return ", ".join(parts)
-
-
-def rank_list_text(ranks: list[int]) -> str:
-    """Format [0, 2, 3, 4] as “ranks 0, 2-4”."""
-    runs = []
-    for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +178,7 @@ class DataLoaderAdapter:
         """Raise on all ranks: a rank without any batch cannot take part."""
         empty = [rank for rank, one in enumerate(all_gather_object(own, self._world)) if one]
         raise Impossible(
-            f"{rank_list_text(empty)} got no batch at all, while others did",
+            f"these ranks got no batch at all, while others did: {', '.join(map(str, empty))}",
             why="all ranks must take part in each step",
             fix="give each rank at least one batch: more shards, or fewer ranks",
         )

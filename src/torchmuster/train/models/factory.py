@@ -189,7 +189,7 @@ def lost_updates(model: nn.Module) -> str:
     if not types:
         return ""
     return (
-        f"the weights are {_factory_names(types)}, the model's dtype: small updates are lost; "
+        f"the weights are {_dtype_names(types)}, the model's dtype: small updates are lost; "
         "model.torch_dtype: float32 keeps them"
     )
 
@@ -199,9 +199,9 @@ def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[P
     types = {one.dtype for one in model.parameters()} & _SIXTEEN_BITS
     if not types or chosen.value.compute is not torch.float32:
         return chosen
-    more = f"; the weights are {_factory_names(types)}, and so is the computation with them"
+    more = f"; the weights are {_dtype_names(types)}, and so is the computation with them"
     return replace(chosen, reason=chosen.reason + more)
 
 
-def _factory_names(types: Iterable[torch.dtype]) -> str:
+def _dtype_names(types: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted(str(one).removeprefix("torch.") for one in types))

@@ -37,12 +37,6 @@ def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits.float()
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Return whether any part of a model was loaded with quantized weights."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return any(getattr(config, "quantization_config", None) is not None for config in configs)
-
-
 def largest_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest expected logit; NaN if one is NaN."""
     if logits.shape != expected.shape:

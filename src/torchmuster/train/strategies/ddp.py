@@ -4,12 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import cast
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmuster.train import seeds
-from torchmuster.train.buffers import untrained
+from torchmuster.train.buffers import no_effect
 from torchmuster.train.strategies import unused_parameters
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
@@ -46,16 +44,9 @@ class Ddp(Strategy):
         so its last digit: a resumed run must start with the second order, like an uninterrupted
         run. With ``find_unused_parameters``, DDP keeps its first order.
         """
-        if self._find_unused_parameters:
-            return
-        values = [(tensor, tensor.detach().clone()) for tensor in untrained(model)]
-        states = seeds.save_random_states(self._world)
-        compute()
-        seeds.load_random_states(states, self._world)
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
+        if not self._find_unused_parameters:
+            with no_effect(model, self._world):
+                compute()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do not communicate this backward's gradients."""

@@ -62,7 +62,7 @@ def choose_layout(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> De
             fix=f"use a shard size that divides {ranks}, or full_shard",
         )
     layout = ShardLayout(copies=ranks // shards, shards=shards)
-    return Decision(value=layout, reason=f"hybrid_shard: {_sharding_text(layout)}")
+    return Decision(value=layout, reason=f"hybrid_shard: {_layout_text(layout)}")
 
 
 def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
@@ -77,7 +77,7 @@ def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
     return sizes[0]
 
 
-def _sharding_text(layout: ShardLayout) -> str:
+def _layout_text(layout: ShardLayout) -> str:
     if layout.copies == 1:
         return (
             f"all {layout.shards} ranks hold one copy, so there is nothing to replicate: the same as "

@@ -62,12 +62,12 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
         for name in names:
             ranks_without.setdefault(own_name(name), []).append(rank)
     differing = [
-        f"{name} (none on {_unused_parameters_ranks(ranks)})"
+        f"{name} (none on {_rank_list(ranks)})"
         for name, ranks in ranks_without.items()
         if len(ranks) < world.world_size
     ]
     return MusterError(
-        f"{_unused_parameters_count(differing)} got a gradient on some ranks only: {_unused_parameters_shown(differing)}",
+        f"{_count(differing)} got a gradient on some ranks only: {_first_names(differing)}",
         why="fsdp sums the existing gradients over the ranks in order, so it would sum gradients "
         "of different parameters",
         fix="use them on every rank in every step, multiplied by 0 where they are not needed; or "
@@ -75,17 +75,17 @@ def used_on_some_ranks_only(without_gradient: Sequence[str], world: World) -> Mu
     )
 
 
-def _unused_parameters_count(names: Sequence[str]) -> str:
+def _count(names: Sequence[str]) -> str:
     return "a trained parameter" if len(names) == 1 else f"{len(names)} trained parameters"
 
 
-def _unused_parameters_shown(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _unused_parameters_ranks(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -101,13 +101,13 @@ def _unused(names: Sequence[str], ranks: Sequence[int], world: World) -> MusterE
             f"nothing; or {finding}"
         )
     else:
-        where = f" on {_unused_parameters_ranks(ranks)} only"
+        where = f" on {_rank_list(ranks)} only"
         fix = (
             "use them on every rank in every step, multiplied by 0 where they are not needed; or "
             f"{finding}"
         )
     return MusterError(
-        f"{_unused_parameters_count(names)} got no gradient in the first step{where}: {_unused_parameters_shown(names)}",
+        f"{_count(names)} got no gradient in the first step{where}: {_first_names(names)}",
         why="ddp averages the gradient of every trainable parameter, and ranks would wait forever "
         "for one that never arrives",
         fix=fix,
