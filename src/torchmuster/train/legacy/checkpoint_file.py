@@ -141,5 +141,5 @@ def by_first(act: Callable[[], bytes], world: World) -> bytes:
             received = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         received = received.to(world.device)
         dist.broadcast(received, src=0)
-        content = received.cpu().numpy().tobytes()
+        content = bytes(received.cpu().untyped_storage())
     return content
