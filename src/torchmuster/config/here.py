@@ -3,7 +3,7 @@
 import glob
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -42,7 +42,6 @@ def check_here(resolved: Resolved) -> None:
         *_modules(resolved),
         *_libraries(resolved),
         *_sinks(resolved),
-        *_optimizer(resolved),
     )
     if mistakes := list(found):
         raise ConfigError(mistakes)
@@ -144,20 +143,20 @@ def _libraries(resolved: Resolved) -> Iterator[Mistake]:
     """Yield the first setting, if any, whose libraries are not installed."""
     values = resolved.values()
     for path, (extra, libraries) in _SETTING_LIBRARIES.items():
-        missing = (
-            [library for library in libraries if not _is_installed(library)] if values[path] else []
-        )
-        if missing:
+        missing = [library for library in libraries if not _is_installed(library)]
+        if missing and values[path]:
             yield Mistake(
                 where=resolved.sources[path].where,
-                what=f"{path} needs {' and '.join(missing)}, which {_are(missing)} not installed",
+                what=f"{path} needs packages that are not installed: {', '.join(missing)}",
                 fix=f"pip install 'torchmuster[{extra}]'",
             )
             return
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+    if values["train.optimizer"] == "adamw_8bit" and not _is_installed("bitsandbytes"):
+        yield Mistake(
+            where=resolved.sources["train.optimizer"].where,
+            what="train.optimizer is adamw_8bit, but bitsandbytes is not installed",
+            fix="pip install 'torchmuster[qlora]'",
+        )
 
 
 def _sinks(resolved: Resolved) -> Iterator[Mistake]:
@@ -174,16 +173,6 @@ def _sinks(resolved: Resolved) -> Iterator[Mistake]:
                 what="metrics.sinks has mlflow, but no tracking URI is set",
                 fix="export MLFLOW_TRACKING_URI=http://tracker:5000",
             )
-
-
-def _optimizer(resolved: Resolved) -> Iterator[Mistake]:
-    if resolved.settings.train.optimizer != "adamw_8bit" or _exists("bitsandbytes"):
-        return
-    yield Mistake(
-        where=resolved.sources["train.optimizer"].where,
-        what="train.optimizer is adamw_8bit, but bitsandbytes is not installed",
-        fix="pip install 'torchmuster[qlora]'",
-    )
 
 
 def _exists(module: str) -> bool:
