@@ -194,8 +194,9 @@ def predict_memory(
         if key[0] == "peak" and key[2] == "all":
             stages[key[1]] = size
     stage = max(stages, key=lambda stage: stages[stage])
-    # A step's micro-batches are all on the device from its beginning; two were traced.
-    waiting = max(candidate.accumulation - _TRACED_ACCUMULATION, 0) * figures["input",]
+    # The micro-batches of a step stay on the device until the next step has been applied: a search
+    # for values that are not finite needs them. Two of each step were traced.
+    waiting = 2 * max(candidate.accumulation - _TRACED_ACCUMULATION, 0) * figures["input",]
     tensors = round(stages[stage] + waiting)
     by_category: dict[str, int] = {name: round(figures["peak", stage, name]) for name in CATEGORIES}
     by_category["activations"] += round(waiting)

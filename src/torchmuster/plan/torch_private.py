@@ -94,6 +94,11 @@ READ_VALUE = _aten._local_scalar_dense.default
 ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 BATCH_NORM = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
+WITH_SCRATCH = (
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    _aten.native_batch_norm_backward.default,
+)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -149,6 +154,15 @@ class ReducerWithFixedBuckets:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reducer, name)
+
+
+def allocations_in(profiler: torch.profiler.profile) -> list[int]:
+    """Return allocated (positive) and freed (negative) bytes, in order.
+
+    The profiler's public tables have only sums.
+    """
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return [event.nbytes() for event in events if event.name() == "[memory]"]
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

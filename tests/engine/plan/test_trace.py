@@ -19,6 +19,7 @@ from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.operations import scratch_bytes_of
 from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.trace import answer, trace
 from torchmuster.plan.proof.real_ranks import RealSteps
@@ -204,6 +205,34 @@ def weights_taken_by_real_backward(output: torch.Tensor, weight: torch.Tensor) -
     events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     return max(accumulate(sizes)) // (weight.numel() * weight.itemsize)
+
+
+def peak_of_real_call(call: Any) -> int:
+    """Return the most bytes that torch's allocator had given out within a call."""
+    call()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        call()
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_takes_the_scratch_memory_of_its_cpu_kernel(dtype: torch.dtype) -> None:
+    images, weight = torch.ones(2, 24, 16, 16, dtype=dtype), torch.ones(24, 24, 3, 3, dtype=dtype)
+    options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    forward = torch.ops.aten.convolution.default
+    backward = torch.ops.aten.convolution_backward.default
+    calls = {
+        forward: (images, weight, None, *options),
+        backward: (images, images, weight, [24], *options, [True, True, False]),
+    }
+    results = {forward: images.nbytes, backward: images.nbytes + weight.nbytes}
+    for operation, args in calls.items():
+        scratch_bytes = scratch_bytes_of(operation, args)
+        assert scratch_bytes > 0
+        measured = peak_of_real_call(lambda: operation(*args))  # noqa: B023
+        assert measured == results[operation] + scratch_bytes
+    assert scratch_bytes_of(torch.ops.aten.relu.default, (images,)) == 0
 
 
 def test_a_gradient_is_added_to_in_place_unless_it_is_a_view(own: Work) -> None:

@@ -1,12 +1,21 @@
 """Flops and moved bytes of an operation, from its arguments and results without values."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from torchmuster.plan.torch_private import ATTENTION, ATTENTION_BACKWARD, BATCH_NORM
+from torchmuster.plan.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    BATCH_NORM,
+    WITH_SCRATCH,
+    allocations_in,
+    with_memory,
+)
 
 _MOVE_NOTHING = (
     "empty",
@@ -21,6 +30,7 @@ _MOVE_NOTHING = (
 _COPY_A_PART = ("embedding", "index", "index_select", "gather", "all_gather_copy_in")
 # They read one number per row of logits; their backward writes rows of zeros with one number.
 _READ_ONE_OF_A_ROW = ("nll_loss_forward", "nll_loss2d_forward")
+_scratch_bytes: dict[str, int] = {}  # by operation, shapes and dtypes
 
 
 def with_float32_statistics(
@@ -91,3 +101,40 @@ def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
         return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
     formula = flop_registry.get(operation.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def scratch_bytes_of(operation: Any, args: tuple[Any, ...]) -> int:
+    """Return the memory that a CPU kernel takes for a moment, in addition to its results.
+
+    oneDNN copies the tensors of a convolution into other layouts, in memory of torch's allocator.
+    Only the kernel knows how much it takes, so it runs on zeros, once for each shape.
+    """
+    if operation not in WITH_SCRATCH:
+        return 0
+    key = str(operation)
+    for argument in args:
+        key += f" {_layout_of(argument) if isinstance(argument, torch.Tensor) else argument}"
+    if key not in _scratch_bytes:
+        with with_memory(), torch.no_grad():
+            values = [_zeros_like(argument) for argument in args]
+            operation(*values)  # the first call compiles the kernel
+            with profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            ) as profiler:
+                results = operation(*values)
+            levels = list(accumulate(allocations_in(profiler)))
+            del results
+        _scratch_bytes[key] = max(levels) - levels[-1]
+    return _scratch_bytes[key]
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _zeros_like(argument: Any) -> Any:
+    """Return a tensor with memory, of the same layout; other arguments are unchanged."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    values = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype)
+    return values.zero_()

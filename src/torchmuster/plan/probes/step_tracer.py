@@ -20,6 +20,7 @@ from torchmuster.plan.probes.cuda_kernels import room_of_attention_backward
 from torchmuster.plan.probes.operations import (
     flops_of,
     moved_bytes_of,
+    scratch_bytes_of,
     tensors_in,
     with_float32_statistics,
 )
@@ -234,6 +235,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_gathered = func.overloadpacket.__name__ == "all_gather_copy_in"
         for tensor in results:
             self.see_tensor(tensor, "collectives" if is_gathered else None)
+        if self._on_host:
+            self._take_for_a_moment(scratch_bytes_of(func, args))
         flops = flops_of(func, args, kwargs, result)
         moved = 0 if flops else moved_bytes_of(func, args, inputs, results)
         if flops or moved:
