@@ -22,7 +22,7 @@ Part: TypeAlias = Literal["first", "last", "update"]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest:
-    """A request for a trace of two steps."""
+    """A request for a trace of a step."""
 
     work: Work
     candidate: Candidate
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRecord:
-    """A trace of two training steps; all figures are of the second, which later ones repeat."""
+    """A trace of a training step, as all after the first are."""
 
     request: TraceRequest
     blocks_traced: int

@@ -214,17 +214,6 @@ class Profile:
         """Whether a rank's step is limited by how fast operations can be launched."""
         return any(facts.trace is not None and facts.trace.launch_bound for facts in self.facts)
 
-    @property
-    def profiler_factor(self) -> float | None:
-        """How many times as long a step takes with the profiler; None if no step was profiled."""
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for facts in self.facts:
-            for step in facts.steps:
-                times[step.profiled].append(step.took_s)
-        if not times[True] or not times[False]:
-            return None
-        return statistics.median(times[True]) / statistics.median(times[False])
-
     @cached_property
     def slow(self) -> SlowRank | None:
         """The straggler: the rank that waits least; None with one rank, or without waiting.

@@ -20,7 +20,6 @@ _MOST_COLUMNS = 6
 _MOST_OPERATIONS = 4
 _WHOLE_CAUSES = 2
 _SHOWN_FROM = 0.005  # of a step
-_SLOWER_FROM = 1.05
 _LONGEST_NAME = 60
 
 
@@ -78,7 +77,7 @@ def proof_text(causes: Sequence[Cause], proof: Trial) -> str:
 
 
 def notes(profile: Profile) -> Iterator[str]:
-    """Yield how the figures were obtained, and what the operations show."""
+    """Yield what the operations show, and what could not be recorded."""
     for facts in profile.facts:
         trace = facts.trace
         if trace is not None and trace.top:
@@ -90,13 +89,6 @@ def notes(profile: Profile) -> Iterator[str]:
             yield f"operations of rank {facts.rank}: {'; '.join(names)}"
             yield _launch_text(facts)
             break
-    factor = profile.profiler_factor
-    if factor is not None:
-        which = "with" if profile.device_places else "without"
-        cost = "did not slow the steps down"
-        if factor > _SLOWER_FROM:
-            cost = f"makes a step {factor:.2f}x as long"
-        yield f"the shares come from steps {which} the profiler, which {cost}"
     for facts in profile.facts:
         for note in facts.notes:
             yield f"rank {facts.rank}: {note}"
@@ -158,7 +150,7 @@ def page(profile: Profile, causes: Sequence[Cause], trials: Trials) -> str:
         body = f"<p>{escape(_launch_text(facts))}</p>{table}"
         parts.append(html_details(f"operations of rank {facts.rank}", body))
     items = "".join(f"<li>{escape(note)}</li>" for note in notes(profile))
-    parts.append(html_details("how the figures were obtained", f"<ul>{items}</ul>", opened=True))
+    parts.append(html_details("notes", f"<ul>{items}</ul>", opened=True))
     return html_page("muster profile", parts)
 
 

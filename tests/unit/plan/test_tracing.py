@@ -127,13 +127,6 @@ def test_a_refusal_is_not_cached(folder: Path) -> None:
     assert asked(folder) == ["14", "14"]
 
 
-def test_a_folder_that_does_not_exist_is_refused(folder: Path) -> None:
-    with Tracer(cache=None) as tracer:
-        (found,) = tracer.records([a_request(folder / "nowhere", 3)])
-    assert isinstance(found, TraceRefused)
-    assert str(folder / "nowhere") in found.what
-
-
 def test_long_traces_report_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_SAY_EVERY_S", 0.001)
     said: list[str] = []

@@ -1,16 +1,15 @@
 """This machine as hardware: from device drivers and the catalogue."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from torchmuster.config.settings import Settings
 from torchmuster.devices import snapshot
-from torchmuster.devices.claims import Claims
 from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, DeviceKind, LinkKind, Node
-from torchmuster.devices.request import DeviceRequest, GpuId, obstacle
+from torchmuster.devices.request import DeviceRequest, GpuId
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
@@ -68,17 +67,7 @@ def hardware_here(
     request = DeviceRequest(ids=None if ids is None else tuple(ids), count=ranks)
     devices = device_candidates(node, request, environment)
     _refuse_too_few(node, devices, ranks)
-    hardware = _on_cards(node, devices[:ranks])
-    return replace(hardware, assumed=(*hardware.assumed, *_in_use(devices[:ranks], environment)))
-
-
-def _in_use(devices: Sequence[Device], environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield which GPUs are in use: a plan assumes that they are free."""
-    claims = Claims.here(environment).read(device.uuid for device in devices).blocking
-    for device in devices:
-        reason = obstacle(device, DeviceRequest(), claims)
-        if reason:
-            yield f"{device.label} is {reason.text}; the plan assumes that it is free"
+    return _on_cards(node, devices[:ranks])
 
 
 def _on_cpu(node: Node, ranks: int) -> Hardware:
@@ -130,7 +119,7 @@ def _refuse_too_few(node: Node, devices: Sequence[Device], ranks: int | None) ->
 
 
 def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
-    """Return GPUs as equal ones, with the lowest memory and rates: all wait for the slowest."""
+    """Return GPUs as equal ones: all as the one with the least memory."""
     cards: list[Gpu] = []
     links = []
     for device in devices:
@@ -138,14 +127,11 @@ def _on_cards(node: Node, devices: Sequence[Device]) -> Hardware:
         cards.append(_card(device, known))
         as_usual = known is not None and (not known.has_nvlink or _by_nvlink(node, devices))
         links.append(known.within_bytes_s if known and as_usual else _PCIE_BYTES_S)
-    card = cards[0]
-    for further in cards[1:]:
-        card = _least(card, further)
+    card = min(cards, key=lambda card: card.memory_bytes)
+    names = sorted({other.name for other in cards})
     assumed: tuple[str, ...] = ()
-    if any(further.name != cards[0].name for further in cards):
-        assumed = (
-            f"{card.name} differ: the plan assumes the smallest memory and the lowest rates for all",
-        )
+    if len(names) > 1:
+        assumed = (f"{' and '.join(names)} differ: the plan assumes {card.name} for all",)
     return Hardware(
         card=card,
         machines=1,
@@ -196,30 +182,3 @@ def _number_types(device: Device) -> tuple[str, ...] | None:
     if capability is None:
         return None
     return tuple(name for name, least in _CAPABILITIES.items() if capability >= least)
-
-
-def _least(first: Gpu, second: Gpu) -> Gpu:
-    """Return a GPU with the lowest memory and rates of two."""
-    if first == second:
-        return first
-    flops = {}
-    for dtype in first.flops.keys() & second.flops.keys():
-        flops[dtype] = min(first.flops[dtype], second.flops[dtype])
-    bandwidth = None
-    if first.bandwidth_bytes_s and second.bandwidth_bytes_s:
-        bandwidth = min(first.bandwidth_bytes_s, second.bandwidth_bytes_s)
-    types = None
-    if first.number_types is not None and second.number_types is not None:
-        types = tuple(sorted(set(first.number_types) & set(second.number_types)))
-    name, source = first.name, first.source
-    if second.name not in name:
-        name, source = f"{name} and {second.name}", f"{source} and {second.source}"
-    return Gpu(
-        name=name,
-        memory_bytes=min(first.memory_bytes, second.memory_bytes),
-        flops=flops,
-        bandwidth_bytes_s=bandwidth,
-        kind=first.kind,
-        source=source,
-        number_types=types,
-    )

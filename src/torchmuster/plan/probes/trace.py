@@ -1,4 +1,4 @@
-"""Trace two training steps without memory. As a program it answers requests, one per line.
+"""Trace a training step without memory. As a program it answers requests, one per line.
 
 ::
 
@@ -32,7 +32,7 @@ _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(torchmuster.__file
 
 
 def trace(request: TraceRequest) -> TraceRecord:
-    """Trace two steps of rank 0; the second represents all later ones.
+    """Trace a step of rank 0, with all that the first step leaves behind.
 
     An operation that cannot be traced without values raises an error with its line of code.
     """
@@ -69,19 +69,33 @@ def trace(request: TraceRequest) -> TraceRecord:
 
 
 def _train(built: BuiltStep, tracer: StepTracer) -> int:
-    """Run two steps; return the bytes of the inputs of a micro-batch."""
-    input_bytes = 0
+    """Run a step as all after the first are; return the bytes of a micro-batch's inputs."""
     with tracer.followed(), tracer.stages_of(built):
-        for number in range(2):
-            tracer.begin_step()
-            for micro in built.update.accumulate(tracer.with_stages(built.step(number))):
-                input_bytes = _bytes_of(tensors_in([micro.batch]))
-                loss, count = built.loss_of(micro.batch)
-                tracer.begin("backward", tracer.stage.micro_batch)
-                built.update.backward(loss, count)
-            tracer.begin("check")
-            built.update.apply()
-        tracer.note_peak()
+        if built.candidate.strategy == "ddp":
+            _step(built, tracer)  # the first backward fills DDP's buckets
+            return _step(built, tracer)
+        for parameter in built.model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        built.optimizer.step()  # creates its states
+        built.optimizer.zero_grad()
+        # Training keeps the micro-batches of a step until the next one has been applied.
+        before = [built.batch() for _ in range(built.candidate.accumulation)]
+        input_bytes = _step(built, tracer)
+        del before
+        return input_bytes
+
+
+def _step(built: BuiltStep, tracer: StepTracer) -> int:
+    tracer.begin_step()
+    input_bytes = 0
+    for micro in built.update.accumulate(tracer.with_stages(built.step())):
+        input_bytes = _bytes_of(tensors_in([micro.batch]))
+        loss, count = built.loss_of(micro.batch)
+        tracer.begin("backward", tracer.stage.micro_batch)
+        built.update.backward(loss, count)
+    tracer.begin("check")
+    built.update.apply()
+    tracer.note_peak()
     return input_bytes
 
 

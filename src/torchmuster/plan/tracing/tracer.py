@@ -98,16 +98,8 @@ class Tracer:
                 why="torchmuster uses parts of torch that older versions do not have",
                 fix=f"python -m pip install 'torch>={LEAST_TORCH}'",
             )
-        folder = request.work.folder
-        if self._worker is not None and self._worker.folder != folder:
-            self._worker.end()
-            self._worker = None
         if self._worker is None:
-            if not Path(folder).is_dir():
-                return TraceRefused(
-                    what=f"cannot trace in {folder!r}", why="there is no such folder"
-                )
-            self._worker = _Worker(folder)
+            self._worker = _Worker(request.work.folder)  # all requests of a plan have one folder
         line = self._worker.answer(request, lambda text: self._say(f"{doing}: {text}"))
         if not line.endswith(b"\n"):
             last_lines = self._worker.end()
@@ -126,7 +118,6 @@ class _Worker:
     """A process that traces one request at a time."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in end()
         self._process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM],
