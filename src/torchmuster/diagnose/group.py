@@ -252,7 +252,6 @@ class GroupCheck:
         if self._many:
             await self._compare([node for node in nodes if not node.is_lost])
         self._add_host_findings()
-        self._session.log_reasons([node for node, _ in ready])
         return [node for node, _ in ready if not node.is_lost]
 
     async def _examine(self, examiners: Sequence[HostProbe]) -> None:

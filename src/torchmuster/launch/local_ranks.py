@@ -72,7 +72,6 @@ def run_local_ranks(
     device: Literal["cpu", "gpu"],
     folder: str,
     name: str,
-    environment: dict[str, str] | None = None,
     typed: tuple[str, ...] = ("plan",),
     doing: str = "",
     say: Callable[[str], None] = lambda _: None,
@@ -97,7 +96,6 @@ def run_local_ranks(
             folder=folder,
             device=device,
             ranks=ranks,
-            environment=environment or {},
             limits=Limits(grace_s=_GRACE_S, end_hangs_s=_HANGS_AFTER_S),
         )
         folder_of_run = create_run_folder(place, name)

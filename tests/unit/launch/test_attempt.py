@@ -138,7 +138,7 @@ pathlib.Path("got").write_text(str(len(got)))
         await attempt.until_both_spoke()
         running.stop(GIVE_UP_S)
         running.stop(GIVE_UP_S)
-        pid = running.pid_of(5)
+        pid = running._ranks[1].pid
         while psutil.pid_exists(pid):  # it fails, for which the others are stopped as well
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
@@ -329,7 +329,7 @@ def test_exit_code_0_ends_no_other_rank(tmp_path: Path, tokens: list[str]) -> No
         running = attempt.running(**{GRACE_VARIABLE: "0"})
         await running.start()
         watching = asyncio.create_task(running.watch())
-        pid = running.pid_of(5)
+        pid = running._ranks[1].pid
         while psutil.pid_exists(pid):
             await asyncio.sleep(0.01)
         done, _ = await asyncio.wait({watching}, timeout=1.0)  # it would be ended at once

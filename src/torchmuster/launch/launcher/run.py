@@ -289,7 +289,6 @@ class Run:
             findings = self._session.differences(list(everyone.values()))
             show_findings([finding for finding in findings if finding.status is not Status.FAILURE])
             self._refuse(findings)
-        self._session.log_reasons(hosts)
 
     async def _prepare_again(self, hosts: Sequence[ConnectedHost]) -> None:
         await self._prepare(hosts, again=True)

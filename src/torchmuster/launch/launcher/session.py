@@ -179,15 +179,6 @@ class Session:
             within_s=None if self.spec.wait_s else self.patience_s(_PREPARED_WITHIN_S),
         )
 
-    def log_reasons(self, hosts: Sequence[ConnectedHost]) -> None:
-        """Log the reason for each host's choice of devices, grouping hosts with the same reason."""
-        names: dict[str, list[str]] = {}
-        for host in hosts:
-            for reason in host.prepared.reasons if host.prepared else ():
-                names.setdefault(reason, []).append(host.name)
-        for reason, having in names.items():
-            logger.debug(f"{name_several(having)}: {reason}" if self.is_many else reason)
-
     def _preparation(self, host: ConnectedHost, spec: JobSpec, *, again: bool) -> protocol.Prepare:
         host_ranks = spec.hosts[host.place].ranks if spec.hosts else None
         return protocol.Prepare(

@@ -90,10 +90,6 @@ class RunningAttempt:
         self._stop_requested = True
         self._end_within(grace_s)
 
-    def pid_of(self, rank: int) -> int:
-        """Return the process id of a rank that runs here."""
-        return self._ranks[rank - self._share.start.first_rank].pid
-
     def pass_on(self, name: str) -> None:
         """Send a signal to the ranks, and only to them."""
         for rank in self._ranks:

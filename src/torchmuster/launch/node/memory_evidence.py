@@ -5,7 +5,6 @@ group (cgroup) of the process. The memory use of a process is lost when it exits
 """
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +44,7 @@ class MemoryPeaks:
         return self._peaks.get(pid) or None
 
     def _peak_and_current(self, pid: int) -> tuple[int, int]:
-        """Return peak and current memory; 0 for a process that has exited."""
-        if sys.platform != "linux":
-            try:
-                resident = int(psutil.Process(pid).memory_info().rss)
-            except (psutil.Error, OSError):
-                return 0, 0
-            return resident, resident
+        """Return peak and current memory (Linux); 0 for a process that has exited."""
         try:
             # Far cheaper than psutil, and it has the true peak, not only the sampled one.
             status = (self._proc_root / str(pid) / "status").read_bytes()
