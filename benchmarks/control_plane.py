@@ -171,7 +171,6 @@ def prepared() -> protocol.Prepared:
     return protocol.Prepared(
         ranks=RANKS_PER_HOST,
         devices=tuple(f"GPU {index}" for index in range(RANKS_PER_HOST)),
-        reasons=(f"{RANKS_PER_HOST} ranks: one for each GPU",),
         fingerprint=fingerprint,
     )
 

@@ -14,11 +14,11 @@ from torchmuster.launch.node.connection import AgentConnection
 async def answer(launcher: AgentConnection, message: protocol.ToAgent) -> None:
     match message:
         case protocol.Prepare():  # how it is here: the GPUs, and the variables that are asked for
-            values = tuple(os.environ.get(name, "") for name in message.command)
+            values = ",".join(os.environ.get(name, "") for name in message.command)
             gpus = tuple(
                 word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word
             )
-            prepared = protocol.Prepared(ranks=1, devices=gpus, reasons=values, fingerprint=None)
+            prepared = protocol.Prepared(ranks=1, devices=gpus, fingerprint=None, logs=values)
             await launcher.send(prepared)
         case protocol.Stop():  # the same words back
             await launcher.send(protocol.Output(rank=int(message.grace_s), text=message.why))

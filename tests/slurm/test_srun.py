@@ -114,7 +114,7 @@ def test_agents_come_in_the_order_of_the_nodes(cluster: SlurmLab) -> None:
             assert hosts == ["node1", "node2", "node3"]
             for place, channel in agents.channels.items():
                 answer = await prepared(channel, "SLURM_PROCID", "SLURMD_NODENAME")
-                assert answer.reasons == (str(place), f"node{place + 1}")
+                assert answer.logs == f"{place},node{place + 1}"
 
     asyncio.run(scene())
 

@@ -57,9 +57,7 @@ class Machine:
         match message:
             case protocol.Prepare():
                 code = protocol.Fingerprint(script_sha256="s", code_sha256="c", code_files=1)
-                prepared = protocol.Prepared(
-                    ranks=8, devices=("CPU",), reasons=("as asked",), fingerprint=code
-                )
+                prepared = protocol.Prepared(ranks=8, devices=("CPU",), fingerprint=code)
                 self._say(prepared)
             case protocol.Listen():
                 self._say(protocol.Listening(port=29400, addresses=(self._here,), reason="free"))

@@ -229,7 +229,6 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
 
     ranks: Ranks
     devices: tuple[str, ...]
-    reasons: tuple[str, ...]
     fingerprint: Fingerprint | None  # None if this is the only host
     logs: str = ""  # the folder of the ranks' logs on this host
 

@@ -94,7 +94,7 @@ class Played:
                 return [protocol.Refused(trouble=trouble)]
             case protocol.Prepare():
                 code = protocol.Fingerprint(script_sha256="1", code_sha256="1", code_files=1)
-                return [protocol.Prepared(ranks=1, devices=("CPU",), reasons=(), fingerprint=code)]
+                return [protocol.Prepared(ranks=1, devices=("CPU",), fingerprint=code)]
             case protocol.Listen():
                 return [protocol.Listening(port=29400, addresses=(here,), reason="free")]
             case protocol.Reach():

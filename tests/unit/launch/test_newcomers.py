@@ -83,9 +83,7 @@ class Pool:
 
     async def prepare(self, nodes: Sequence[ConnectedHost]) -> None:
         for node in nodes:
-            node.prepared = protocol.Prepared(
-                ranks=2, devices=("CPU",), reasons=(), fingerprint=None
-            )
+            node.prepared = protocol.Prepared(ranks=2, devices=("CPU",), fingerprint=None)
 
     async def next_hosts(self, *broken: str) -> list[str]:
         """Let these hosts be lost, and return those of the next attempt."""
@@ -189,9 +187,7 @@ def test_a_host_that_comes_back_makes_ranks_save_that_can(tmp_path: Path) -> Non
 
         async def prepare(nodes: Sequence[ConnectedHost]) -> None:
             for node in nodes:
-                node.prepared = protocol.Prepared(
-                    ranks=2, devices=("CPU",), reasons=(), fingerprint=None
-                )
+                node.prepared = protocol.Prepared(ranks=2, devices=("CPU",), fingerprint=None)
 
         newcomers = Newcomers(hosts, create_run_folder(tmp_path, "x"), prepare=prepare)
         called.away = {2}

@@ -145,7 +145,7 @@ def test_what_a_hostile_launcher_says_is_an_error(data: bytes) -> None:
         b'{"kind":"alive","x":' + b"[" * 100_000,
         b'{"kind":"explode' + b"x" * 100_000 + b'"}',
         b'{"kind":"output","rank":9223372036854775808,"text":""}',
-        b'{"kind":"prepared","ranks":4097,"devices":[],"reasons":[],"fingerprint":null}',
+        b'{"kind":"prepared","ranks":4097,"devices":[],"fingerprint":null}',
         b'{"kind":"heartbeats","attempt":0,"heartbeats":[{"rank":0,"pid":1,"beat":1,"moves":'
         + b"9" * 4000
         + b"}]}",

@@ -245,7 +245,6 @@ class NodeAgent:
             protocol.Prepared(
                 ranks=held.ranks,
                 devices=held.devices,
-                reasons=held.reasons,
                 fingerprint=code,
                 logs=str(self._job.logs),
             )

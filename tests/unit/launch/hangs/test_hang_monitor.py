@@ -43,9 +43,7 @@ class Scene(logging.Handler):
             for place, (name, channel) in enumerate(zip("ab", self.channels, strict=True))
         ]
         for node in self.nodes:
-            node.prepared = protocol.Prepared(
-                ranks=1, devices=devices, reasons=(), fingerprint=None
-            )
+            node.prepared = protocol.Prepared(ranks=1, devices=devices, fingerprint=None)
         self.said: list[str] = []
         self.shown: list[Finding] = []
         self.tasks: list[asyncio.Future[None]] = []
