@@ -235,8 +235,9 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_gathered = func.overloadpacket.__name__ == "all_gather_copy_in"
         for tensor in results:
             self.see_tensor(tensor, "collectives" if is_gathered else None)
-        if self._on_host:
-            self._take_for_a_moment(scratch_bytes_of(func, args))
+        scratch_bytes = scratch_bytes_of(func, args) if self._on_host else 0
+        if scratch_bytes:
+            self._take_for_a_moment(scratch_bytes)
         flops = flops_of(func, args, kwargs, result)
         moved = 0 if flops else moved_bytes_of(func, args, inputs, results)
         if flops or moved:
