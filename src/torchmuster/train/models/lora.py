@@ -66,7 +66,8 @@ def add_lora(model: nn.Module, *, r: int, **options: Any) -> Decision[nn.Module]
         ) from error
     targets = peft_config(adapted).target_modules
     if not isinstance(targets, str):
-        targets = ", ".join(sorted(targets))
+        # peft has replaced all-linear by the full names of all layers.
+        targets = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
     if whole:
         targets += f", {', '.join(sorted(whole))} whole"
     trained, total = adapted.get_nb_trainable_parameters()
