@@ -34,7 +34,7 @@ class WatchOptions(WhichRunOptions):
     WatchOptions,
     more="Reads only the run folder and does not affect the run. Ctrl-C exits.",
     examples=[
-        "muster watch                       curves, where the time goes, ranks, alerts",
+        "muster watch                       progress, where the time goes, ranks, alerts",
         "muster watch --once                print a snapshot as text",
         "muster watch --report r.html       write a self-contained page, for a ticket",
         "muster watch | tee alerts.txt      without a terminal: only alerts, one per line",

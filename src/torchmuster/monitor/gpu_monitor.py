@@ -36,7 +36,6 @@ _KNOWN: Mapping[str, Metric] = {
     "throughput": catalogue.SAMPLES_RATE,
     "tokens_per_s": catalogue.TOKENS_RATE,
 }
-_MOST_OTHERS = 16
 _WAIT_FOR_LOOK_S = 5.0
 
 
@@ -181,15 +180,11 @@ class GPUMonitor:
         step, at_s = self._last
         yield Sample(catalogue.STEPS, self._labels, float(step))
         yield Sample(catalogue.STEP_AGE, self._labels, time.monotonic() - at_s)
-        told: set[Metric] = set()
-        others = 0
+        known = {_KNOWN[name]: value for name, value in self._values.items() if name in _KNOWN}
+        for metric, value in known.items():
+            yield Sample(metric, self._labels, value)
         for name, value in self._values.items():
-            metric = _KNOWN.get(name)
-            if metric is not None and metric not in told:
-                told.add(metric)
-                yield Sample(metric, self._labels, value)
-            elif metric is None and others < _MOST_OTHERS:
-                others += 1
+            if name not in _KNOWN:
                 yield Sample(catalogue.EVALUATION, (*self._labels, name), value)
 
 

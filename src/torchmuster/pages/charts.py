@@ -153,12 +153,6 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
                     start, y, end - start, _BAR_HEIGHT, colours.index(part), f"{bar.name} {part}"
                 )
             )
-            amount = amount_text(value, unit)
-            if len(bar.parts) > 1 and end - start > _LETTER * len(amount) + 4:
-                middle = (start + end) / 2
-                body.append(
-                    _text(middle, y + 13, amount, anchor="middle", style="fill:var(--paper)")
-                )
             total += value
         label = bar.label or amount_text(total, unit)
         body.append(_text(along.place(total) + 6, y + 13, label))

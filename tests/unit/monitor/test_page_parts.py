@@ -69,12 +69,10 @@ def run(tmp_path: Path) -> RunFolder:
 def _shown(run: RunFolder) -> dict[str, str]:
     picture = RunWatch(run).look(NOW)
     parts = {
-        "head": page_parts.head_part(picture),
         "tiles": page_parts.tiles_part(picture),
         "alerts": page_parts.alerts_part(picture.alerts),
         "curves": page_parts.curves_part(picture),
-        "times": page_parts.times_part(picture.shares) + page_parts.remark_part(picture),
-        "ranks": page_parts.rank_map(picture.ranks),
+        "ranks": page_parts.ranks_part(picture.ranks),
         "happened": page_parts.events_part(picture),
     }
     for part in parts.values():
@@ -88,16 +86,8 @@ def _tiles(parts: dict[str, str]) -> dict[str, str]:
 
 def test_before_the_first_step(run: RunFolder) -> None:
     parts = _shown(run)
-    assert 'llm: <b class="ok">running</b>' in parts["head"]
     assert "no step yet" in parts["tiles"]
-    assert "no recent heartbeat" in parts["ranks"]
-    assert parts["curves"] == parts["times"] == ""
-
-
-def test_a_folder_in_which_nothing_is_yet(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    run.state.unlink()
-    assert "submitted" in _shown(run)["head"]
+    assert parts["curves"] == ""
 
 
 def test_the_figures_are_the_runs_own(run: RunFolder) -> None:
@@ -111,20 +101,17 @@ def test_the_figures_are_the_runs_own(run: RunFolder) -> None:
     assert tiles["ms/step"] == "2,000.0"
     assert tiles["evaluation: accuracy"] == "0.875"
     assert parts["curves"].count("<svg") == 3, "loss, samples/s, step time"
-    assert "compute 60%" in parts["times"]
-    assert "communication 20%" in parts["times"]
 
 
-@pytest.mark.parametrize("count", [1, 8, 64, 600])
-def test_each_rank_has_a_place_with_its_figure(run: RunFolder, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 8, 100])
+def test_each_rank_has_a_row_with_its_figures(run: RunFolder, count: int) -> None:
     add_ranks(run, count, slow=0, step=120)
     shown = _shown(run)["ranks"]
-    places = re.findall(r'--heat:([\d.]+)" title="rank (\d+) on a: waiting for other', shown)
-    assert [int(rank) for _, rank in places] == list(range(min(count, 512)))
-    assert places[0][0] == "0.00"
-    assert {heat for heat, _ in places[1:]} <= {"0.40"}
-    assert shown.count("<small>0</small>119</span>") == 1, "its step"
-    assert ("the first 512 shown" in shown) == (count == 600)
+    rows = re.findall(r"<tr><td>(\d+)</td><td>a</td><td>(\d+)</td><td>(\d+) %</td>", shown)
+    assert [int(rank) for rank, _, _ in rows] == list(range(min(count, 64)))
+    assert rows[0] == ("0", "119", "0")
+    assert {waits for _, _, waits in rows[1:]} <= {"40"}
+    assert ("and 36 more ranks" in shown) == (count == 100)
     assert ("the other ranks wait for rank 0" in shown) == (count > 1)
 
 
@@ -132,7 +119,7 @@ def test_what_is_not_known_of_a_rank_is_a_question_mark(run: RunFolder) -> None:
     add_ranks(run, 2)
     (path,) = run.metrics.glob("ranks/*/from-0.json")
     path.write_text(path.read_text().replace('"data_share":0.1', '"data_share":null', 1))
-    assert '<span class="unknown"' in _shown(run)["ranks"]
+    assert "<td>?</td>" in _shown(run)["ranks"]
 
 
 def test_losses_that_are_no_numbers_leave_a_gap_and_a_mark(run: RunFolder) -> None:
@@ -155,44 +142,12 @@ def test_a_long_run_has_no_more_points_than_a_page_can_show(run: RunFolder) -> N
     assert sum(map(len, parts.values())) < 100_000
 
 
-def test_phases_and_restarts_in_their_order(run: RunFolder) -> None:
-    for name, at, facts in (
-        ("joining", 90, {}),
-        ("starting", 88, {}),
-        ("started", 85, {"attempt": 0, "ranks": 2, "hosts": ["a 2"]}),
-        ("running", 85, {}),
-        ("restart", 40, {"headline": "rank 1 failed", "from_step": 50}),
-        ("starting", 38, {}),
-        ("running", 30, {}),
-    ):
-        add_event(run, name, NOW - at, **facts)
+def test_restarts_are_among_the_events(run: RunFolder) -> None:
+    add_event(run, "started", NOW - 85, attempt=0, ranks=2, hosts=["a 2"])
+    add_event(run, "restart", NOW - 40, headline="rank 1 failed", from_step=50)
     shown = _shown(run)["happened"]
-    assert re.findall(r"<li>(.*?)</li>", shown) == [
-        "joining 2.00 s",
-        "starting 3.00 s",
-        "running 45.0 s",
-        "restart",
-        "starting 8.00 s",
-        "running 30.0 s",
-    ]
-    assert "rank 1 failed" in shown
+    assert shown.index("2 ranks started: a 2") < shown.index("rank 1 failed")
     assert "step 50" in shown
-    assert "2 ranks started: a 2" in shown
-
-
-def test_until_the_first_step_of_an_attempt_the_ranks_are_loading(run: RunFolder) -> None:
-    for name, at in (("running", 80), ("restart", 40), ("running", 30)):
-        add_event(run, name, NOW - at)
-    times = ((1, 60), (2, 58), (3, 20))  # a line is written when its step is over
-    lines = [{**LINE, "step": step, "step_s": 2.0, "at_unix_s": NOW - at} for step, at in times]
-    write_lines(run, lines)
-    assert re.findall(r"<li>(.*?)</li>", _shown(run)["happened"]) == [
-        "loading 18.0 s",
-        "running 22.0 s",
-        "restart",
-        "loading 8.00 s",
-        "running 22.0 s",
-    ]
 
 
 def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
@@ -207,11 +162,6 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     shown = "".join(_shown(run).values())  # looked at for elements and handlers, too
     assert "<script>" not in shown
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
-
-
-def test_control_characters_of_a_run_steer_nothing(run: RunFolder) -> None:
-    set_state(run, "failed", "rank 1: \x1b[2J\x00bad")
-    assert "rank 1: \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}bad" in _shown(run)["head"]
 
 
 def test_a_constant_learning_rate_is_a_figure_and_no_curve(run: RunFolder) -> None:
@@ -235,4 +185,4 @@ def test_that_a_run_has_finished_is_no_alert(run: RunFolder) -> None:
 def test_a_share_is_at_most_100_percent(run: RunFolder) -> None:
     add_ranks(run, 2, spread=2.0)
     shown = _shown(run)["ranks"]
-    assert max(int(value) for value in re.findall(r"</small>(\d+)</span>", shown)) == 100
+    assert max(int(value) for value in re.findall(r"(\d+) %", shown)) == 100

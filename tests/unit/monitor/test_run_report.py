@@ -105,7 +105,7 @@ def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> Non
     assert told["result"] == snapshot
     assert told["to do"] == "nothing"
     assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 3
-    assert "rank 1 on a" in page
+    assert "<td>1</td><td>a</td>" in page
     assert "<td>2 x NVIDIA A100</td>" in page
     assert "accuracy" in page
     assert "steps: 100" in page

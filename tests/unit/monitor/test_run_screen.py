@@ -54,15 +54,13 @@ def test_a_reported_hang_is_shown_until_it_is_over(run: RunFolder) -> None:
     assert "keeps the others waiting" not in _shown(run, 120)
 
 
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_newest_checkpoint_of_a_script(run: RunFolder, tmp_path: Path, width: int) -> None:
+def test_the_newest_checkpoint_of_a_script(run: RunFolder, tmp_path: Path) -> None:
     add_lines(run)
     path = torch_file(tmp_path / "a" / "step40.pt")
     record(run, path, 40, library="torch.save", at_unix_s=NOW - 30, size=path.stat().st_size)
-    shown = _shown(run, width)
+    shown = _shown(run, 200)
     assert "saved step 40, 30 s ago" in shown
     (line,) = [line for line in shown.splitlines() if line.startswith("checkpoint ")]
-    assert len(line) <= width
     assert line.startswith("checkpoint 4.3 KiB, complete: ")
     assert line.endswith("a/step40.pt")
     cut(path)
@@ -105,14 +103,6 @@ def test_a_script_that_no_longer_saves_is_told(run: RunFolder, tmp_path: Path) -
     assert watch.look(NOW + last_s + 901).alerts == []
 
 
-def test_the_curve_falls_with_the_loss(run: RunFolder) -> None:
-    add_lines(run)
-    lines = _shown(run).splitlines()
-    (top,) = [line for line in lines if line.startswith("          10 ")]
-    assert top[13] != "⠀"
-    assert top.endswith("⠀")
-
-
 def test_the_slow_rank_is_named(run: RunFolder) -> None:
     add_lines(run)
     add_ranks(run, 8, slow=5)
@@ -135,17 +125,3 @@ def test_a_run_that_failed(run: RunFolder) -> None:
     picture = _look(run)
     assert picture.is_over
     assert [one.alert.name for one in picture.news] == ["MusterRunFailed"]
-
-
-def test_spares_and_the_last_takeover(run: RunFolder) -> None:
-    run_state.log_event(run, "started", ranks=2, hosts=["a 1", "b 1"], spares=["c"])
-    assert "spares: c\n" in _shown(run)
-    run_state.log_event(run, run_state.TAKEOVER, what="host a is lost: …", host="a", spare="c")
-    run_state.log_event(run, "started", ranks=2, hosts=["c 1", "b 1"], spares=[])
-    shown = _shown(run)
-    assert "spares: none\n" in shown
-    assert "host a is lost: …\n" in shown
-    run_state.log_event(run, run_state.SPARE_READY, host="a")
-    assert "spares: a\n" in _shown(run)
-    run_state.log_event(run, run_state.SPARE_LOST, host="a")
-    assert "spares: none\n" in _shown(run)

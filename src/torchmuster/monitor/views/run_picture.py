@@ -5,7 +5,6 @@ import math
 import shutil
 import socket
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,14 +54,9 @@ class LongCurve:
             self._each *= 2
 
     @property
-    def values(self) -> list[float]:
-        """The values, evenly spaced but for gaps."""
-        return [value for _, value in self.points]
-
-    @property
     def numbers(self) -> list[float]:
         """The finite values."""
-        return list(filter(math.isfinite, self.values))
+        return [value for _, value in self.points if math.isfinite(value)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +77,6 @@ class RunPicture:
     curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Heartbeat]]  # with their hosts
     events: Sequence[run_state.RunEvent]  # the last of them
-    first_steps: Mapping[
-        float, float
-    ]  # by the time of a "running" event, when its first step began
     alerts: Sequence[AlertNews]
     news: Sequence[AlertNews]  # since the last look
     checkpoint: ScriptCheckpoint | None = None  # the newest one of the user's own script
@@ -115,7 +106,6 @@ class RunWatch:
         self._forget()
         self._events_file = GrowingFile(run.path / run_state.EVENTS)
         self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
-        self._running_unix_s: list[float] = []  # the times of "running" events
         self._watching = AlertWatch()
         self._complete: ScriptCheckpoint | None = None
 
@@ -124,7 +114,6 @@ class RunWatch:
         self._spent_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._last_step = 0
         self._remark = ""
-        self._first_steps: dict[float, float] = {}
 
     @property
     def is_behind(self) -> bool:
@@ -176,7 +165,6 @@ class RunWatch:
                 key=lambda node: node[1].rank,
             ),
             events=tuple(self._events),
-            first_steps=dict(self._first_steps),
             # That a run has finished is news for a chat, and no alert where its phase is shown.
             alerts=[news for news in self._watching.raised if news.alert.name != RUN_FINISHED],
             news=news,
@@ -204,7 +192,6 @@ class RunWatch:
                 if name in line:
                     curve.add(step, line[name])
             self._count_time(line, step)
-            self._note_first_step(line)
             self._remark = str(line.get("verdict") or "")
 
     def _count_time(self, line: dict[str, Any], step: int) -> None:
@@ -214,22 +201,11 @@ class RunWatch:
             self._spent_s[part] += took_s * _number(line.get(f"{part}_share"))
         self._last_step = step
 
-    def _note_first_step(self, line: dict[str, Any]) -> None:
-        """Remember when the first step of an attempt began, as far as its line tells."""
-        at_unix_s = _number(line.get("at_unix_s"))
-        attempt = bisect_right(self._running_unix_s, at_unix_s) - 1
-        if attempt >= 0:
-            began_unix_s = at_unix_s - _number(line.get("step_s"))
-            self._first_steps.setdefault(self._running_unix_s[attempt], began_unix_s)
-
     def _follow_events(self) -> None:
         anew, lines = self._events_file.new_lines()
         if anew:
             self._events.clear()
         self._events.extend(event for line in lines if (event := run_state.event_of(line)))
-        if lines:
-            running = [event.at_unix_s for event in self._events if event.name == "running"]
-            self._running_unix_s = sorted(running)
 
 
 def _number(value: object) -> float:

@@ -18,7 +18,7 @@ from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.views import page_parts
-from torchmuster.monitor.views.page_parts import escaped_text, rank_map
+from torchmuster.monitor.views.page_parts import escaped_text
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.pages import frame
 from torchmuster.pages.frame import html_article, html_details, html_table
@@ -36,7 +36,7 @@ _REST = "other"  # starting, repeated steps, waiting, shutdown
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
+class _Content:
     """The data of a report."""
 
     picture: RunPicture
@@ -52,13 +52,13 @@ class _Told:
 
 def run_report(run: RunFolder) -> str:
     """Return the HTML page. Data from the run is shown as text, never as markup."""
-    told = _read(run)
-    picture = told.picture
+    content = _read(run)
+    picture = content.picture
     title = f"{harmless(picture.job)}: {picture.phase}"
-    return frame.html_page(title, [part for part in _page(told) if part], style=page_parts.STYLE)
+    return frame.html_page(title, [part for part in _page(content) if part], style=page_parts.STYLE)
 
 
-def _read(run: RunFolder) -> _Told:
+def _read(run: RunFolder) -> _Content:
     watch = RunWatch(run)
     account = failure_report_of(run)
     state = account.record.state
@@ -75,7 +75,7 @@ def _read(run: RunFolder) -> _Told:
         untrusted.open_regular(run.config) as file,
     ):
         settings = file.read(_MOST_SETTINGS).decode("utf-8", errors="replace")
-    return _Told(
+    return _Content(
         data=_data(run),
         picture=picture,
         account=account,
@@ -86,45 +86,44 @@ def _read(run: RunFolder) -> _Told:
     )
 
 
-def _page(told: _Told) -> Iterator[str]:
-    picture, record = told.picture, told.account.record
+def _page(content: _Content) -> Iterator[str]:
+    picture, record = content.picture, content.account.record
     started = record.state.started_unix_s if record.state else None
     when = "" if started is None else f", launched {_clock(started)}"
     yield f"<h1>{escaped_text(picture.job)}: {page_parts.failure_part(picture.phase)}</h1>"
     yield f'<p class="quiet">run {escaped_text(picture.id)}{when}</p>'
-    yield _answer(told)
+    yield _answer(content)
     yield page_parts.tiles_part(picture)
     yield from (
         html_article(finding)
-        for finding in told.account.findings
+        for finding in content.account.findings
         if finding.status is not Status.OK
     )
     yield _section("metrics by step", page_parts.curves_part(picture))
-    if not told.is_whole:
+    if not content.is_whole:
         yield f"<p>The curves end at step {_steps(picture)}: reading the rest takes too long.</p>"
     yield _section("time breakdown, whole run", _times(picture))
     yield _section("alerts", page_parts.alerts_part(picture.alerts))
     yield _section("events", page_parts.events_part(picture))
-    yield _section("evaluation", _evaluation(picture))
-    yield _section("checkpoints", _checkpoints(told.saved) + _script_checkpoints(told))
-    ranks = rank_map(picture.ranks) if picture.ranks else ""
+    yield _section("checkpoints", _checkpoints(content.saved) + _script_checkpoints(content))
+    ranks = page_parts.ranks_part(picture.ranks) if picture.ranks else ""
     yield _section("ranks at their last heartbeat", ranks)
     yield _section("hosts and devices", _devices(picture))
-    yield _section("data", told.data)
-    if told.settings:
-        body = f"<pre>{escape(harmless(redact_text(told.settings)))}</pre>"
+    yield _section("data", content.data)
+    if content.settings:
+        body = f"<pre>{escape(harmless(redact_text(content.settings)))}</pre>"
         yield html_details("settings", body)
-    if told.account.files:
-        names = "".join(f"<li>{escaped_text(name)}</li>" for name in told.account.files)
+    if content.account.files:
+        names = "".join(f"<li>{escaped_text(name)}</li>" for name in content.account.files)
         yield html_details("files in the run folder", f"<ul>{names}</ul>")
 
 
 def _data(run: RunFolder) -> str:
     """Return what the data was, and a sample in which the text that counts in the loss is marked."""
     try:
-        told = untrusted.read_json(run.data, _MOST_SAMPLE)
-        lines = [str(item) for item in told["lines"]]
-        sample = [(str(text), bool(counted)) for text, counted in told["sample"]]
+        content = untrusted.read_json(run.data, _MOST_SAMPLE)
+        lines = [str(item) for item in content["lines"]]
+        sample = [(str(text), bool(counted)) for text, counted in content["sample"]]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     body = "".join(f"<p>{escaped_text(line)}</p>" for line in lines)
@@ -142,24 +141,24 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
 
 
-def _answer(told: _Told) -> str:
+def _answer(content: _Content) -> str:
     """Return the command, the result and what to do, in a few lines."""
-    job = told.account.record.job
-    asked = "unknown: job.json is missing"
+    job = content.account.record.job
+    command = "unknown: job.json is missing"
     if job:
-        asked = f"muster {printable(as_people_know_it(job.typed, job.command, job.flags))}"
-    fixes = [finding.fix for finding in told.account.findings]
-    to_do = "\n".join(dict.fromkeys(fix for fix in (*fixes, told.picture.remark) if fix))
-    rows = (("command", asked), ("result", _true(told)), ("to do", to_do or "nothing"))
-    cells = "".join(f"<dt>{name}</dt><dd>{escaped_text(words)}</dd>" for name, words in rows)
+        command = f"muster {printable(as_people_know_it(job.typed, job.command, job.flags))}"
+    fixes = [finding.fix for finding in content.account.findings]
+    to_do = "\n".join(dict.fromkeys(fix for fix in (*fixes, content.picture.remark) if fix))
+    rows = (("command", command), ("result", _result(content)), ("to do", to_do or "nothing"))
+    cells = "".join(f"<dt>{name}</dt><dd>{escaped_text(text)}</dd>" for name, text in rows)
     return f'<dl class="answer">{cells}</dl>'
 
 
-def _true(told: _Told) -> str:
+def _result(content: _Content) -> str:
     """Return the outcome and the most important figures."""
-    picture, values = told.picture, told.picture.values
-    first = [finding.what for finding in told.account.findings[:1]]
-    resumed = " since it was resumed" if told.account.record.was_resumed else ""
+    picture, values = content.picture, content.picture.values
+    first = [finding.what for finding in content.account.findings[:1]]
+    resumed = " since it was resumed" if content.account.record.was_resumed else ""
     parts = [f"duration {format_seconds(picture.lasts_s)}{resumed}"]
     if catalogue.STEPS in values:
         parts.append(f"{_steps(picture)} steps")
@@ -173,8 +172,8 @@ def _true(told: _Told) -> str:
     else:
         parts.append("no step lines")
     parts.append(_counted(int(values.get(catalogue.RUN_RESTARTS, 0)), "restart"))
-    kept = len(told.saved) + len(told.of_script)
-    parts.append(f"{_counted(kept, 'checkpoint')} kept")
+    checkpoints = len(content.saved) + len(content.of_script)
+    parts.append(f"{_counted(checkpoints, 'checkpoint')} kept")
     return "\n".join([*first, ", ".join(parts)])
 
 
@@ -186,13 +185,6 @@ def _times(picture: RunPicture) -> str:
     shares = {name: spent_s / whole_s for name, spent_s in picture.spent_s.items()}
     note = f"{_REST}: startup, repeated or lost steps, waiting, shutdown"
     return page_parts.times_part(shares, rest=_REST, of_s=whole_s) + f'<p class="quiet">{note}</p>'
-
-
-def _evaluation(picture: RunPicture) -> str:
-    if not picture.evaluation:
-        return ""
-    rows = [(harmless(name), f"{value:.4g}") for name, value in picture.evaluation.items()]
-    return html_table(("last evaluation", ""), rows)
 
 
 def _checkpoints(saved: Sequence[Manifest]) -> str:
@@ -216,10 +208,10 @@ def _conditions(
     return here or found
 
 
-def _script_checkpoints(told: _Told) -> str:
-    if not told.of_script:
+def _script_checkpoints(content: _Content) -> str:
+    if not content.of_script:
         return ""
-    return page_parts.checkpoint_table(told.of_script, told.picture.until_unix_s)
+    return page_parts.checkpoint_table(content.of_script, content.picture.until_unix_s)
 
 
 def _devices(picture: RunPicture) -> str:

@@ -1,4 +1,4 @@
-"""A run on a terminal: progress, curves, time breakdown, ranks, alerts."""
+"""A run on a terminal: progress, time breakdown, ranks, alerts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from torchmuster.checkpoints.foreign import Completeness, Condition
-from torchmuster.launch.history import run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews
-from torchmuster.monitor.views.curve import curve
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.redaction import harmless
 from torchmuster.units import format_bytes, format_seconds
 
-_CURVE_LINES = 4
 _LABEL = 12
 # Each rank is a shade, so that the map is readable without colours.
 _SHADES = " ░▒▓█"
@@ -34,7 +31,7 @@ _MOST_RANKS = 512
 def run_screen(picture: RunPicture, width: int) -> Text:
     """Return the whole view as lines of at most this width."""
     lines: list[Text] = []
-    for part in (_head, _curves, _times, _ranks, _alerts):
+    for part in (_head, _times, _ranks, _alerts):
         shown = list(part(picture, width))
         lines += [Text(), *shown] if lines and shown else shown
     text = Text("\n").join(line[:width] for line in lines)
@@ -50,65 +47,27 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
     yield title
     if picture.headline:
         yield Text(harmless(picture.headline.partition("\n")[0]))
-    yield from _spares(picture)
-    told = [figure.line for figure in key_figures(picture.values, ended=picture.is_over)]
+    figures = [figure.line for figure in key_figures(picture.values, ended=picture.is_over)]
     line = ""
-    for item in told:
+    for item in figures:
         if line and len(line) + 2 + len(item) > width:
             yield Text(line)
             line = ""
         line += f"  {item}" if line else item
     if line:
         yield Text(line)
-    if not told and not picture.is_over:
+    if not figures and not picture.is_over:
         yield Text("no step yet", style="dim")
     if picture.checkpoint is not None:
-        yield _checkpoint_line(picture.checkpoint, picture.condition, width)
+        yield _checkpoint_line(picture.checkpoint, picture.condition)
 
 
-def _spares(picture: RunPicture) -> Iterator[Text]:
-    """Yield the spares that are there now, and the last takeover."""
-    spares: list[str] | None = None
-    taken = ""
-    for event in picture.events:
-        host, listed = str(event.facts.get("host", "")), event.facts.get("spares")
-        if event.name == "started" and isinstance(listed, list):
-            spares = [str(name) for name in listed]
-        elif event.name == run_state.SPARE_READY and spares is not None and host not in spares:
-            spares.append(host)
-        elif event.name in (run_state.SPARE_LOST, run_state.SPARE_REFUSED) and spares is not None:
-            spares = [name for name in spares if name != host]
-        elif event.name == run_state.TAKEOVER:
-            taken = str(event.facts.get("what", ""))
-    if spares is not None:
-        yield Text(harmless(f"spares: {', '.join(spares) or 'none'}"))
-    if taken:
-        yield Text(harmless(taken))
-
-
-def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None, width: int) -> Text:
-    """Return size, condition and path of the newest checkpoint; a long path is cut at its beginning."""
+def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None) -> Text:
+    """Return size, condition and path of the newest checkpoint."""
     size = "" if checkpoint.size_bytes is None else f"{format_bytes(checkpoint.size_bytes)}, "
-    line = f"checkpoint {size}{harmless(str(condition))}: "
-    path = harmless(checkpoint.path)
-    room = max(20, width - len(line))
     is_torn = condition is not None and condition.state is Completeness.TORN
-    shown = path if len(path) <= room else f"…{path[1 - room :]}"
-    return Text(line + shown, style="yellow" if is_torn else "")
-
-
-def _curves(picture: RunPicture, width: int) -> Iterator[Text]:
-    for name, field in (("loss", "loss"), ("samples/s", "samples_per_s")):
-        values, numbers = picture.curves[field].values, picture.curves[field].numbers
-        if len(numbers) < 2:
-            continue
-        # Left: the maximum and the minimum, at their heights.
-        labels = [f"{max(numbers):.4g}", name, "", f"{min(numbers):.4g}"]
-        lines = curve(values, width=width - _LABEL - 1, height=_CURVE_LINES)
-        for label, line in zip(labels, lines, strict=True):
-            text = Text(f"{label:>{_LABEL}} ", style="dim")
-            text.append(line, style="green" if name == "loss" else "blue")
-            yield text
+    line = f"checkpoint {size}{harmless(str(condition))}: {harmless(checkpoint.path)}"
+    return Text(line, style="yellow" if is_torn else "")
 
 
 def _times(picture: RunPicture, width: int) -> Iterator[Text]:
@@ -149,8 +108,8 @@ def _ranks(picture: RunPicture, width: int) -> Iterator[Text]:
             text = Text(f"{label:>{_LABEL}} ", style="dim")
             text.append(cells[at : at + room], style="blue" if field[0] == "c" else "yellow")
             yield text
-    for words in odd_ranks(heartbeats):
-        yield Text(f"{'':>{_LABEL}} {words}", style="yellow")
+    for remark in odd_ranks(heartbeats):
+        yield Text(f"{'':>{_LABEL}} {remark}", style="yellow")
 
 
 def _shade(share: float | None) -> str:
