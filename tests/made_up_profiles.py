@@ -41,7 +41,6 @@ def rank(number: int = 0, *, ranks: int = 2, steps: Sequence[Step] = (), **told:
     """Return the facts of a rank; without steps, ten healthy ones."""
     facts: dict[str, Any] = {
         "rank": number,
-        "ranks": ranks,
         "host": "vm",
         "device": "cpu",
         "device_name": "a processor",
@@ -50,13 +49,11 @@ def rank(number: int = 0, *, ranks: int = 2, steps: Sequence[Step] = (), **told:
         "threads": 1,
         "steps": tuple(steps) or tuple(step(at) for at in range(3, 13)),
         "loader": Loader(workers=0, samples_per_batch=64, dataset="Samples"),
-        "parameters": 4_000_000,
         "parameter_dtypes": {"float32": 4_000_000},
         "gradient_bytes": 24 * 2**20,
         "autocast": None,
         "strategy": "ddp",
         "bucket_bytes": 25 * 2**20,
-        "optimizer": "SGD",
         "flops_per_step": 10**9,
         "trace": None,
     }

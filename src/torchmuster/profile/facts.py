@@ -189,7 +189,6 @@ class RankFacts:
     """The facts of one rank."""
 
     rank: int
-    ranks: int
     host: str
     device: str
     device_name: str
@@ -198,13 +197,11 @@ class RankFacts:
     threads: int
     steps: tuple[Step, ...]
     loader: Loader | None
-    parameters: int
     parameter_dtypes: dict[str, int]  # elements by type
     gradient_bytes: int
     autocast: str | None
     strategy: Literal["ddp", "fsdp"] | None
     bucket_bytes: int | None  # DDP's cap of one message
-    optimizer: str
     flops_per_step: int | None
     trace: Trace | None
     notes: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ def test_a_named_precision_needs_no_known_rate(snapshot: SnapshotAssertion) -> N
 
 
 def test_what_a_card_is_known_not_to_have_is_refused() -> None:
-    for card in (catalogue.gpu_named("T4"), unlisted("float16", "float32")):
+    for card in (catalogue.known_gpu("T4").card, unlisted("float16", "float32")):
         with pytest.raises(
             Impossible, match=f"bf16 was requested, but {card.name} does not support bf16"
         ):
@@ -72,8 +72,8 @@ def test_what_a_card_is_known_not_to_have_is_refused() -> None:
     for named in ("fp16", "fp32"):
         found = asked(unlisted("float32"), train__precision=named).precision
         assert found.value == named  # slow, perhaps, but a training takes it
-    assert asked(catalogue.gpu_named("T4")).precision.value == "fp16"
-    assert asked(catalogue.gpu_named("L4")).precision.reason == "bf16: L4 supports it"
+    assert asked(catalogue.known_gpu("T4").card).precision.value == "fp16"
+    assert asked(catalogue.known_gpu("L4").card).precision.reason == "bf16: L4 supports it"
 
 
 def test_a_given_micro_batch_size_is_fixed() -> None:

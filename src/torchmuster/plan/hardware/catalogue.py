@@ -1,6 +1,5 @@
 """Known accelerators: the figures and their sources are in ``gpus.toml``."""
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -103,11 +102,6 @@ def known_gpus() -> list[str]:
     return [known.card.name for known in all_known()]
 
 
-def gpu_named(name: str) -> Gpu:
-    """Return a GPU by name: ``H100``, ``a100-80gb``, or a driver's ``NVIDIA H100 80GB HBM3``."""
-    return known_gpu(name).card
-
-
 def known_gpu(name: str) -> KnownGpu:
     """Return a GPU with its usual machine; raise if the name is unknown or ambiguous."""
     known = find_gpu(name)
@@ -139,16 +133,8 @@ def _parts_of(name: str) -> frozenset[str]:
 
 
 def _unknown(name: str) -> Impossible:
-    if re.search(r"\b(apple|m[1-9])\b", name.lower()):
-        return Impossible(
-            f"{name} is not in the GPU catalogue",
-            why="Apple does not publish the rates of its GPUs, and they share the system memory",
-            fix="run muster plan on that machine, with --hardware here",
-        )
-    nearest = difflib.get_close_matches(name.upper(), known_gpus(), n=3, cutoff=0.4)
-    near = f"closest: {', '.join(nearest)}; " if nearest else ""
     return Impossible(
         f"{name} is not in the GPU catalogue",
-        why=f"{near}the catalogue has: {', '.join(known_gpus())}",
-        fix="use one of these, or run muster plan on a machine that has it",
+        why=f"the catalogue has: {', '.join(known_gpus())}",
+        fix="use one of these, or run muster plan on a machine that has it: --hardware here",
     )

@@ -296,7 +296,7 @@ class StepRecorder:
         """Write the trace, and return the facts, after the script has ended."""
         self._phases.leave_all()
         self._counter.end()
-        parameters, optimizer = self._parameters, self._optimizer
+        parameters = self._parameters
         device = parameters[0].device if parameters else torch.device("cpu")
         dtypes: Counter[str] = Counter()
         for parameter in parameters:
@@ -304,7 +304,6 @@ class StepRecorder:
         gradients = [part.grad for part in parameters if part.grad is not None]
         return RankFacts(
             rank=self.rank,
-            ranks=int(os.environ.get("WORLD_SIZE", "1")),
             host=platform.node(),
             device=str(device),
             device_name=_device_name(device),
@@ -313,13 +312,11 @@ class StepRecorder:
             threads=torch.get_num_threads(),
             steps=tuple(self._steps),
             loader=self._loader_facts(),
-            parameters=sum(dtypes.values()),
             parameter_dtypes=dict(dtypes),
             gradient_bytes=sum(gradient.nbytes for gradient in gradients),
             autocast=self._counter.lower_dtype,
             strategy=self._strategy(),
             bucket_bytes=self._bucket_bytes,
-            optimizer="" if optimizer is None else type(optimizer).__name__,
             flops_per_step=self._counter.flops,
             trace=self._trace.write(),
             notes=tuple(self._notes),
