@@ -67,7 +67,10 @@ def _is_due(run: RunFolder) -> bool:
     from torchmuster.launch.history import run_state
 
     state = run_state.read_state(run)
-    return state is not None and not state.active
+    if state is None or state.active:
+        return False
+    # Of a script that ended well and logged no steps there is nothing to report.
+    return state.phase != "finished" or (run.metrics / "steps.jsonl").exists()
 
 
 @contextlib.contextmanager

@@ -54,6 +54,12 @@ def test_a_run_that_is_not_over_leaves_none(run: RunFolder) -> None:
     assert not run.report.exists()
 
 
+def test_a_script_that_ended_well_without_steps_leaves_none(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    assert with_report(run, lambda: _work(run, "finished", 0)) == 0
+    assert not run.report.exists()
+
+
 def test_who_comes_second_leaves_the_report_alone(run: RunFolder) -> None:
     with_report(run, lambda: _work(run, "finished", 0))
     made = run.report.stat().st_mtime_ns
