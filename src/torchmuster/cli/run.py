@@ -8,7 +8,6 @@ from torchmuster.cli.launching import hosts_for, launch, run_folder
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import script_of
 from torchmuster.cli.setting_options import settings_of
-from torchmuster.cli.torchrun import translated
 from torchmuster.errors import Impossible
 
 
@@ -31,7 +30,10 @@ from torchmuster.errors import Impossible
 )
 def run(options: RunOptions) -> int:
     """Start the script and return its exit code."""
-    options = translated(options)
+    if options.script and not options.script[0].endswith(".py"):
+        from torchmuster.cli.torchrun import translated
+
+        options = translated(options)
     _check(options)
     group = node_group.take_group(options)
     if group is not None:
