@@ -6,8 +6,7 @@ newer architecture, then lowest numbers.
 """
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torchmuster.decision import Decision
 from torchmuster.devices.identify import device_candidates
@@ -27,9 +26,8 @@ _LINK_TEXTS = {
     LinkKind.NODE: "PCIe within one NUMA node",
     LinkKind.SYS: "PCIe across CPU sockets",
 }
-# All sets are compared if together they have no more links than this; otherwise sets are grown from
-# each possible member.
-_EXHAUSTIVE_LINKS = 50_000
+# Enough for every choice among 16 GPUs; of larger hosts, sets of low numbers are compared.
+_SETS_COMPARED = 13_000
 
 
 def choose_devices(
@@ -160,42 +158,12 @@ def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, .
     limit = device_load(ranked[count - 1])
     certain = [device for device in ranked if device_load(device) < limit]
     equal = [device for device in ranked if device_load(device) == limit]
-    sets = _sets(node, certain, equal, count)
-    best = min(sets, key=lambda members: _rank(node, members))
+    missing = count - len(certain)
+    sets = itertools.islice(itertools.combinations(equal, missing), _SETS_COMPARED)
+    best = min(([*certain, *extra] for extra in sets), key=lambda members: _rank(node, members))
     # In the order in which they were named or made visible, which is torch's numbering.
     members = {device.uuid for device in best}
     return tuple(device for device in eligible if device.uuid in members)
-
-
-def _sets(
-    node: Node, certain: Sequence[Device], equal: Sequence[Device], count: int
-) -> Iterator[list[Device]]:
-    """Yield the sets to compare: all devices below the load limit, plus some at the limit."""
-    missing = count - len(certain)
-    if math.comb(len(equal), missing) * math.comb(count, 2) <= _EXHAUSTIVE_LINKS:
-        for extra in itertools.combinations(equal, missing):
-            yield [*certain, *extra]
-        return
-    for seed in equal:
-        pool = [device for device in equal if device is not seed]
-        yield _grow(node, [*certain, seed], pool, count)
-
-
-def _grow(node: Node, members: list[Device], pool: list[Device], count: int) -> list[Device]:
-    """Grow a set, each time by the most similar and best connected device."""
-    model = members[0].name
-    while len(members) < count:
-
-        def fitness(device: Device) -> tuple[object, ...]:
-            strengths = [link_strength(node, device, member) for member in members]
-            free = -(device.free_bytes or 0)
-            unlike = device.name != model
-            return unlike, -min(strengths), -sum(strengths), free, _number(device)
-
-        best = min(pool, key=fitness)
-        pool.remove(best)
-        members.append(best)
-    return members
 
 
 def _rank(node: Node, members: Sequence[Device]) -> tuple[object, ...]:

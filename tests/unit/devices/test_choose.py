@@ -368,7 +368,6 @@ def test_the_weakest_link_counts_before_the_sum(snapshot: SnapshotAssertion) -> 
 
 
 def test_every_set_of_a_usual_machine_is_looked_at() -> None:
-    """Here a set grown link by link from any of its members would not be the best one."""
     five = [gpu(index) for index in range(5)]
     kinds = ("NVLINK SYS NVLINK PHB", "PIX SYS PHB", "NVLINK PIX", "PHB")
     named = [LinkKind[name] for row in kinds for name in row.split()]
@@ -409,17 +408,7 @@ def interleaved(devices: Sequence[Device]) -> list[Link]:
     ]
 
 
-@pytest.mark.parametrize(("count", "islands_used"), [(8, 1), (32, 4), (62, 8)])
-def test_a_large_machine_is_chosen_from_by_islands(count: int, islands_used: int) -> None:
-    many = [gpu(index) for index in range(64)]
-    machine = node(*many, links=interleaved(many))
-    choice = pick(machine, count=count)
-    assert len(choice.value) == count
-    assert len({one.index % 8 for one in choice.value}) == islands_used
-
-
 def test_on_a_large_machine_the_order_does_not_matter_either() -> None:
-    """The two least loaded differ, so that growing a set has to begin with one of them."""
     many = [gpu(index, name=RTX_4090 if index % 2 else A100) for index in range(24)]
     many = [replace(one, utilization_percent=0 if one.index < 2 else 30) for one in many]
     links = interleaved(many)

@@ -1,6 +1,5 @@
 """Turn measured links between hosts into findings, each with its direction and its fix."""
 
-import enum
 import ipaddress
 import statistics
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torchmuster.diagnose.blame import Blamed, blame
 from torchmuster.diagnose.links.call import STALLED_S
-from torchmuster.diagnose.links.model import End, Link, Problem, by_places
+from torchmuster.diagnose.links.model import End, Link, LinkFault, Problem, Scope, by_places
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status, worst_first
 from torchmuster.launch.network import firewall, reach
@@ -62,6 +61,41 @@ _CAUSES = {
         "another host answers",
         "two hosts use the same address: a cloned virtual machine, a local bridge that exists on "
         "each host, or a manually assigned address",
+    ),
+}
+# By fault: its title, its severity, why it matters, the advice, and the command that shows more.
+_FAULTS = {
+    LinkFault.CORRUPTS: (
+        "corrupted data",
+        Status.FAILURE,
+        "the data that arrived differs from the data sent, and TCP's checksum did not detect it: a "
+        "broken network adapter, memory or switch. Training would continue with wrong numbers",
+        "replace the cable, then try another switch port; the counters show which end has errors",
+        "sudo ethtool -S {interface} | grep -iE 'err|drop|crc|discard'",
+    ),
+    LinkFault.STALLS: (
+        "large transfers stall, small messages pass",
+        Status.FAILURE,
+        "connections open and small messages pass, but large transfers stall or are lost: a device "
+        "on the path drops large frames (MTU), or a firewall or a VPN stops long transfers. Ranks "
+        "would connect, and hang at the first large tensor",
+        "lower the MTU of the hosts to what the path carries, or check for a firewall or a VPN that "
+        "stops long transfers",
+        "",
+    ),
+    LinkFault.FAR: (
+        "high latency",
+        Status.WARNING,
+        "every collective waits for the longest round trip, many times per step",
+        "use hosts that are close to each other, or an interface without a VPN; check the route",
+        "ip -br address show dev {interface}",
+    ),
+    LinkFault.SLOW: (
+        "slow",
+        Status.WARNING,
+        "the gradients of each step cross every link, so the slowest link limits the speed",
+        "check for a cable, a switch port or a limit (tc, a VPN, Wi-Fi) that is slower than the rest",
+        "sudo ethtool {interface} | grep -iE 'speed|duplex'",
     ),
 }
 
@@ -163,17 +197,16 @@ def _blocked_findings(links: Sequence[Link], both_ways: bool) -> list[Finding]:
     causes = _without_consequences(links)
     findings = []
     for problem in _CAUSES:
-        meeting, data, every = [], [], []
+        by_scope: dict[Scope, list[Link]] = {scope: [] for scope in Scope}
         for link in causes:
-            if link.problem == problem and link.meeting_problem == "":
-                data.append(link)
-            elif link.problem == problem:
-                every.append(link)
+            if link.problem == problem:
+                scope = Scope.RANKS if link.meeting_problem == "" else Scope.ALL
+                by_scope[scope].append(link)
             elif not link.problem and link.meeting_problem == problem:
-                meeting.append(link)
-        findings += [_meeting_blocked(group, problem) for group in grouped(meeting, links)]
-        findings += [_data_blocked(group, problem, both_ways) for group in grouped(data, links)]
-        findings += [_blocked(group, problem, links, both_ways) for group in grouped(every, links)]
+                by_scope[Scope.RENDEZVOUS].append(link)
+        for scope, bad in by_scope.items():
+            for group in grouped(bad, links):
+                findings.append(_blocked(group, problem, scope, links, both_ways))
     return findings
 
 
@@ -194,12 +227,6 @@ def _without_consequences(links: Sequence[Link]) -> list[Link]:
     return causes
 
 
-def _status(group: LinkGroup, both_ways: bool) -> Status:
-    """Return the severity: gloo needs only one direction of each link, NCCL needs both."""
-    needed = both_ways or any(gloo_uses(link) for link in group.links)
-    return Status.FAILURE if needed else Status.WARNING
-
-
 def gloo_uses(link: Link) -> bool:
     """Return whether gloo connects in this direction of a link."""
     if link.source.address is None or link.target.address is None:
@@ -211,65 +238,44 @@ def gloo_uses(link: Link) -> bool:
     return reach.gloo_calls(source, target)
 
 
-def _meeting_blocked(group: LinkGroup, problem: Problem) -> Finding:
-    target = group.links[0].target
-    port = target.meeting_port
-    assert port is not None
-    _, short, why = _CAUSES[problem]
-    return finding(
-        "meeting-port-blocked",
-        hosts=(target.name,),
-        group=_not_reached(group),
-        port=port,
-        short=short,
-        why=why,
-        fix=_open_ports(target, group.links, [port]),
-        evidence=_evidence(group.links, port),
-    )
-
-
-def _data_blocked(group: LinkGroup, problem: Problem, both_ways: bool) -> Finding:
-    target = group.links[0].target
-    _, short, why = _CAUSES[problem]
-    return finding(
-        "data-ports-blocked",
-        status=_status(group, both_ways),
-        hosts=(target.name,),
-        group=_not_reached(group),
-        meeting_port=target.meeting_port,
-        short=short,
-        why=why,
-        fix=_open_ports(target, group.links, [target.given_out_ports]),
-        evidence=_evidence(group.links),
-    )
-
-
-def _blocked(group: LinkGroup, problem: Problem, links: Sequence[Link], both_ways: bool) -> Finding:
+def _blocked(
+    group: LinkGroup, problem: Problem, scope: Scope, links: Sequence[Link], both_ways: bool
+) -> Finding:
     name, short, why = _CAUSES[problem]
-    fix = _fix(group, problem)
-    known = by_places(links)
-    backs = [known.get((link.target.place, link.source.place)) for link in group.links]
-    if group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF):
-        if all(back is not None and not back.problem for back in backs):
-            short += "; the other direction works"
-    elif problem is Problem.TIMEOUT:
-        # Without a reply in either direction, two firewalls and a dead cable look the same.
-        short = "nothing passes in either direction"
-        why = (
-            "there is no reply: either a firewall on each side drops the packets silently, or the "
-            "path between them (a cable, a switch, a VLAN) is broken"
-        )
-        fix += f"\n{_bring_up(group)}"
-    addresses = {link.target.address for link in group.links}
-    where = f" at {group.links[0].target.address}" if len(addresses) == 1 else ""
+    port = group.links[0].target.meeting_port
+    where, fix = "", _fix(group, problem, scope)
+    # gloo needs only one direction of each link, NCCL needs both.
+    needed = both_ways or any(gloo_uses(link) for link in group.links)
+    match scope:
+        case Scope.RENDEZVOUS:
+            name, needed = "meeting-port-blocked", True
+            where = f" on the rendezvous port {port}, only on others"
+            why += ". The ranks could not rendezvous"
+        case Scope.RANKS:
+            name, where = "data-ports-blocked", f" except on the rendezvous port {port}"
+            why += ". Ranks connect on ephemeral ports; an open rendezvous port is not enough"
+        case Scope.ALL:
+            known = by_places(links)
+            backs = [known.get((link.target.place, link.source.place)) for link in group.links]
+            if group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF):
+                if all(back is not None and not back.problem for back in backs):
+                    short += "; the other direction works"
+            elif problem is Problem.TIMEOUT:
+                # Without a reply in either direction, two firewalls and a dead cable look the same.
+                short = "nothing passes in either direction"
+                why = (
+                    "there is no reply: either a firewall on each side drops the packets silently, "
+                    "or the path between them (a cable, a switch, a VLAN) is broken"
+                )
+                fix += f"\n{_bring_up(group)}"
     return Finding(
         name=name,
-        status=_status(group, both_ways),
+        status=Status.FAILURE if needed else Status.WARNING,
         what=f"{_not_reached(group)}{where}: {short}",
         why=why,
         fix=fix,
-        evidence=_evidence(group.links),
-        hosts=group.hosts,
+        evidence=_evidence([_tried(link) for link in group.links]),
+        hosts=group.hosts if scope is Scope.ALL else (group.links[0].target.name,),
     )
 
 
@@ -288,7 +294,7 @@ def _not_reached(group: LinkGroup) -> str:
     return texts[group.kind]
 
 
-def _fix(group: LinkGroup, problem: Problem) -> str:
+def _fix(group: LinkGroup, problem: Problem, scope: Scope) -> str:
     if problem is Problem.ABSENT:
         return _bring_up(group)
     if problem is Problem.IMPOSTOR:
@@ -302,9 +308,11 @@ def _fix(group: LinkGroup, problem: Problem) -> str:
         return "\n".join(parts)
     for target in {link.target.place: link.target for link in group.links}.values():
         links = [link for link in group.links if link.target.place == target.place]
-        ports: list[int | tuple[int, int]] = [target.given_out_ports]
-        if target.meeting_port is not None:
-            ports.insert(0, target.meeting_port)
+        ports: list[int | tuple[int, int]] = []
+        if target.meeting_port is not None and scope is not Scope.RANKS:
+            ports.append(target.meeting_port)
+        if scope is not Scope.RENDEZVOUS:
+            ports.append(target.given_out_ports)
         parts.append(_open_ports(target, links, ports))
     return "\n".join(parts)
 
@@ -347,42 +355,21 @@ def _bring_up(group: LinkGroup) -> str:
     return "\n".join(lines)
 
 
-def _evidence(links: Sequence[Link], port: int | None = None) -> str:
-    lines = []
-    for link in links[:_LINES_SHOWN]:
-        where = f"{link.name} at {link.target.address}"
-        if port is None:
-            lines.append(f"{where}:{link.port}: {link.problem} after {link.seconds:.1f} s")
-        else:
-            lines.append(f"{where}:{port}: {link.meeting_problem}; port {link.port}: reached")
-    if len(links) > _LINES_SHOWN:
-        lines.append(f"and {len(links) - _LINES_SHOWN:,} more")
-    return "\n".join(lines)
+def _tried(link: Link) -> str:
+    tried = f"{link.name} at {link.target.address}:{link.port}: {link.problem or 'reached'}"
+    if link.meeting_problem is not None:
+        tried += f", port {link.target.meeting_port}: {link.meeting_problem or 'reached'}"
+    return f"{tried}, after {link.seconds:.1f} s"
+
+
+def _evidence(lines: Sequence[str]) -> str:
+    shown = list(lines[:_LINES_SHOWN])
+    if len(lines) > _LINES_SHOWN:
+        shown.append(f"and {len(lines) - _LINES_SHOWN:,} more")
+    return "\n".join(shown)
 
 
 # ---- links that connect, but are bad
-
-
-class LinkFault(enum.Enum):
-    """What is wrong with a link that connects, worst first; of several, the first is reported."""
-
-    CORRUPTS = "corrupting-link"
-    STALLS = "stalled-link"
-    FAR = "high-latency"
-    SLOW = "slow-link"
-
-
-_WHY = {
-    LinkFault.CORRUPTS: "the data that arrived differs from the data sent, and TCP's checksum did "
-    "not detect it: a broken network adapter, memory or switch. Training would continue with wrong "
-    "numbers",
-    LinkFault.STALLS: "connections open and small messages pass, but large transfers stall or are "
-    "lost: a device on the path drops large frames (MTU), or a firewall or a VPN stops long "
-    "transfers. Ranks would connect, and hang at the first large tensor",
-    LinkFault.FAR: "every collective waits for the longest round trip, many times per step",
-    LinkFault.SLOW: "the gradients of each step cross every link, so the slowest link limits the "
-    "speed",
-}
 
 
 def _faulty(links: Sequence[Link]) -> dict[LinkFault, list[Link]]:
@@ -439,80 +426,38 @@ def _quality_findings(links: Sequence[Link]) -> list[Finding]:
     findings = []
     measured = [link for link in links if link.tries]
     for fault, bad in _faulty(links).items():
-        failure = fault in (LinkFault.CORRUPTS, LinkFault.STALLS)
-        for group in grouped(bad, measured) if bad else ():
-            lines = [f"{link.name}: {_figures(link, fault)}" for link in group.links[:_LINES_SHOWN]]
-            if len(group.links) > _LINES_SHOWN:
-                lines.append(f"and {len(group.links) - _LINES_SHOWN:,} more")
+        title, status, why, advice, command = _FAULTS[fault]
+        for group in grouped(bad, measured):
+            fix = f"{advice}\n{_at_each(group.suspects, command)}"
+            if fault is LinkFault.STALLS:
+                fix = f"{advice}\n{_lower_the_mtu(group)}"
+            elif fault is LinkFault.FAR:
+                fix += f"\nip route get {group.links[0].target.address}"
+            lines = [f"{link.name}: {_figures(link)}" for link in group.links]
             findings.append(
                 Finding(
                     name=fault.value,
-                    status=Status.FAILURE if failure else Status.WARNING,
-                    what=_what_is_wrong(fault, group),
-                    why=_WHY[fault],
-                    fix=_fix_quality(fault, group),
-                    evidence="\n".join(lines),
+                    status=status,
+                    what=f"{title}: {group.text}: {_figures(group.links[0])}",
+                    why=why,
+                    fix=fix,
+                    evidence=_evidence(lines),
                     hosts=group.hosts,
                 )
             )
     return findings
 
 
-def _what_is_wrong(fault: LinkFault, group: LinkGroup) -> str:
-    figures = [link.figures for link in group.links if link.figures is not None]
-    match fault:
-        case LinkFault.CORRUPTS:
-            return f"corrupted data: {group.text}"
-        case LinkFault.STALLS:
-            return f"large transfers stall, small messages pass: {group.text}"
-        case LinkFault.FAR:
-            trip_ms = 1000 * min(figure.round_trip_s or 0.0 for figure in figures)
-            return f"high latency: {group.text}: {trip_ms:.3g} ms round trip"
-        case LinkFault.SLOW:
-            rate = max(figure.bytes_per_s or 0.0 for figure in figures)
-            return f"slow: {group.text}: {rate * 8 / 1e6:,.0f} Mbit/s"
-
-
-def _figures(link: Link, fault: LinkFault) -> str:
+def _figures(link: Link) -> str:
     figures = link.figures
     if figures is None:
         return f"could not be measured in {link.tries} tries"
-    match fault:
-        case LinkFault.CORRUPTS:
-            return f"{figures.wrong_bytes:,} bytes were wrong"
-        case LinkFault.STALLS:
-            return f"no data passed in {STALLED_S:g} s"
-        case LinkFault.FAR:
-            return f"{1000 * (figures.round_trip_s or 0):.1f} ms at best"
-        case LinkFault.SLOW:
-            return f"{(figures.bytes_per_s or 0) * 8 / 1e6:,.0f} Mbit/s"
-
-
-def _fix_quality(fault: LinkFault, group: LinkGroup) -> str:
-    match fault:
-        case LinkFault.STALLS:
-            return (
-                "lower the MTU of the hosts to what the path carries, or check for a firewall or a "
-                f"VPN that stops long transfers\n{_lower_the_mtu(group)}"
-            )
-        case LinkFault.CORRUPTS:
-            counters = "sudo ethtool -S {interface} | grep -iE 'err|drop|crc|discard'"
-            return (
-                "replace the cable, then try another switch port; the counters show which end has "
-                f"errors\n{_at_each(group.suspects, counters)}"
-            )
-        case LinkFault.FAR:
-            first = group.links[0]
-            return (
-                "use hosts that are close to each other, or an interface without a VPN; check the "
-                f"route, on {first.source.name}:\nip route get {first.target.address}"
-            )
-        case LinkFault.SLOW:
-            speed = "sudo ethtool {interface} | grep -iE 'speed|duplex'"
-            return (
-                "check for a cable, a switch port or a limit (tc, a VPN, Wi-Fi) that is slower than "
-                f"the rest\n{_at_each(group.suspects, speed)}"
-            )
+    if figures.wrong_bytes:
+        return f"{figures.wrong_bytes:,} bytes were wrong"
+    if figures.stalled:
+        return f"no data passed in {STALLED_S:g} s"
+    rate, trip_s = figures.bytes_per_s or 0.0, figures.round_trip_s or 0.0
+    return f"{rate * 8 / 1e6:,.0f} Mbit/s, {1000 * trip_s:.3g} ms round trip"
 
 
 def _at_each(ends: Sequence[End], command: str) -> str:

@@ -34,6 +34,23 @@ class Problem(enum.StrEnum):
     DROPPED = "dropped"  # lost during a measurement
 
 
+class Scope(enum.Enum):
+    """Which ports of a host are not reached; of those for ranks and the one for the rendezvous."""
+
+    RENDEZVOUS = enum.auto()
+    RANKS = enum.auto()
+    ALL = enum.auto()
+
+
+class LinkFault(enum.Enum):
+    """What is wrong with a link that connects, worst first; of several, the first is reported."""
+
+    CORRUPTS = "corrupting-link"
+    STALLS = "stalled-link"
+    FAR = "high-latency"
+    SLOW = "slow-link"
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of one direction; None if unknown.
 
