@@ -13,7 +13,12 @@ from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_c
 from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
 from torchmuster.checkpoints.model_class import class_in_folder
 from torchmuster.checkpoints.store import Store, open_store, step_of
-from torchmuster.checkpoints.verify import look_at_checkpoint, newest_first, verify_checkpoint
+from torchmuster.checkpoints.verify import (
+    UNFINISHED,
+    look_at_checkpoint,
+    newest_first,
+    verify_checkpoint,
+)
 from torchmuster.cli import output
 from torchmuster.cli.options import Command, JsonOptions, RunsOptions, argument, command, flag
 from torchmuster.cli.which_run import choose_run
@@ -27,7 +32,8 @@ from torchmuster.units import format_bytes, plural
 
 BEST = "best"  # as a checkpoint's name
 SAY_EVERY_S = 5.0
-UNFINISHED = "checkpoint-unfinished"  # the finding
+# What of a manifest --json prints; null if there is none.
+_IN_JSON = ("made_unix_s", "world_size", "strategy", "global_batch_size", "size_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +125,12 @@ class Seen:
 
     def as_json(self, good: str) -> dict[str, object]:
         """Return it as plain JSON types."""
-        manifest = self.manifest
+        facts = {name: getattr(self.manifest, name, None) for name in _IN_JSON}
         return {
             "name": self.name,
             "step": step_of(self.name),
             "state": self.state(good),
-            "made_unix_s": manifest.made_unix_s if manifest else None,
-            "world_size": manifest.world_size if manifest else None,
-            "strategy": manifest.strategy if manifest else None,
-            "global_batch_size": manifest.global_batch_size if manifest else None,
-            "size_bytes": manifest.size_bytes if manifest else None,
+            **facts,
             "findings": [finding.as_json() for finding in self.findings],
         }
 
@@ -155,11 +157,7 @@ class Meant:
                     fix="give a name or a step number: muster checkpoint list shows them",
                 )
             return [best.name]
-        step = int(self.wanted) if self.wanted.isdecimal() and len(self.wanted) < 16 else None
-        chosen = []
-        for name in names:
-            if name == self.wanted or (step is not None and step_of(name) == step):
-                chosen.append(name)
+        chosen = [name for name in names if self.wanted in (name, str(step_of(name)))]
         if not chosen:
             known = ", ".join(names[:5])
             raise Impossible(
