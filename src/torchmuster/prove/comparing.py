@@ -211,6 +211,7 @@ def _compare_steps(
     tolerance = ROUNDING.get(baseline.dtype, ROUNDING["float32"])
     drawn = _generators_drawn_from(baseline, resumed)
     for number in range(min(resumed.steps, baseline.steps - start)):
+        result: Difference | None = None
         for rank, continued_rank in zip(baseline.ranks, resumed.ranks, strict=True):
             before, step = rank.steps[start + number], continued_rank.steps[number]
             changes = _changes(before, step, drawn) + _copy_changes(rank, before, step, start)
@@ -233,7 +234,12 @@ def _compare_steps(
                 at = start + number + 1
                 changes[0] = (kind, f"resumed from step {start}, step {at}: {what}")
                 difference = _difference("resume", at, changes, rank, save)
-                return Comparison(difference=difference)
+                if kind not in _RESULTS:
+                    return Comparison(difference=difference)
+                # It may follow from the samples of another rank, whose gradients are added.
+                result = result or difference
+        if result is not None:
+            return Comparison(difference=result)
     return Comparison(apart=rounding, steps=resumed.steps)
 
 

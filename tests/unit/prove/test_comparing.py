@@ -122,6 +122,15 @@ def test_data_from_the_start_of_the_epoch() -> None:
     assert "beginning of the epoch: 2 batches (4 samples) are repeated" in found.what
 
 
+def test_other_data_of_a_rank_explain_the_result_on_another() -> None:
+    def change(step: StepRecord, rank: int) -> None:
+        other_result(step, rank)
+        if rank == 1:
+            step.micro_batches[0].inputs = "others"
+
+    assert kind_after(change) == ("data-order", 7)
+
+
 def test_skipped_data() -> None:
     def change(step: StepRecord, rank: int) -> None:
         step.micro_batches = step_record(step.step + 1, rank).micro_batches
