@@ -103,6 +103,7 @@ def test_each_gpu_has_its_own_precisions(
 
 
 def test_devices_have_the_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device.index}")
     assert recorder._device_name(GPU) == "H100 3"
     assert collectives._device_name(GPU) == "H100 3"
 
