@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 from torch.utils.data import DataLoader, RandomSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmuster.prove.probes.fingerprints import random_states
 from torchmuster.prove.probes.replacing import replace
 from torchmuster.prove.records import EventRecord
+from torchmuster.prove.torch_private import LoaderIterator
 
 
 class LoaderWatch:
@@ -31,7 +31,7 @@ class LoaderWatch:
     def install(self, is_mine: Callable[[], bool]) -> None:
         """Install the hooks, which act in the training thread."""
         replace(DataLoader, "__iter__", self._begin, when=is_mine)
-        replace(_BaseDataLoaderIter, "__next__", self._next, when=is_mine)
+        replace(LoaderIterator, "__next__", self._next, when=is_mine)
 
     def _begin(self, usual: Any, loader: Any) -> Any:
         if loader not in self._loaders:
