@@ -353,6 +353,8 @@ def _bench(
     from torchmuster.bench.ranks import measure_on_ranks
 
     device = _device(options)
+    folder = output.new_folder(Path("bench"), f"{name}-", given=options.out)
+    output.refuse_unwritable(folder / result.RECORD_FILE)
     module: Any = importlib.import_module(f"torchmuster.bench.{name}")
     rows = []
     for number in ranks:
@@ -370,8 +372,6 @@ def _bench(
         conclusion=report.conclusion,
         advice=report.advice,
     )
-    folder = options.out or output.new_folder(Path("bench"), f"{name}-")
-    files = show.save(report, record, folder)
     if options.json:
         document = json.loads(result.encode_record(record))
         document["findings"] = [finding.as_json() for finding in report.findings]
@@ -381,6 +381,8 @@ def _bench(
         width = min(shutil.get_terminal_size().columns, SCREEN_WIDTH)
         colour = output.wants_colour(sys.stdout)
         output.print_coloured(show.screen(report, width=width, colour=colour))
+    files = show.save(report, record, folder)
+    if not options.json:
         output.print_text(f"\nsaved in {folder}: {', '.join(files)}")
     return exit_code(report.findings)
 

@@ -1,7 +1,6 @@
 """``muster check``: check whether hosts can train together."""
 
 import dataclasses
-import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torchmuster.cli.launching import hosts_for
 from torchmuster.cli.options import command, flag
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.setting_options import settings_of
-from torchmuster.errors import ExitCode, Impossible
+from torchmuster.errors import ExitCode
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create_run_folder
@@ -52,12 +51,8 @@ class CheckOptions(JoinOptions):
 )
 def run(options: CheckOptions) -> int:
     """Check the hosts and return the exit code."""
-    if options.html is not None and not options.html.absolute().parent.is_dir():
-        raise Impossible(
-            f"cannot write {options.html}",
-            why="its folder does not exist",
-            fix=f"mkdir -p {shlex.quote(str(options.html.parent))}",
-        )
+    if options.html is not None:
+        output.refuse_unwritable(options.html)
     resolved = settings_of(options)
     spec = jobs.job_from(
         options,
@@ -117,7 +112,6 @@ def _tell_check(
     from torchmuster.diagnose import report
     from torchmuster.diagnose.result import failing_hosts, headline
 
-    report.write_check_report(run.path, result)
     if as_json:
         output.print_json(report.check_json(result))
     elif shown:
@@ -132,5 +126,6 @@ def _tell_check(
             output.print_text(
                 f"without the hosts that failed: sbatch --exclude={','.join(failing)} …"
             )
+    report.write_check_report(run.path, result)
     if html is not None:
         html.write_text(report.check_page(result), encoding="utf-8")

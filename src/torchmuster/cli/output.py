@@ -8,8 +8,10 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,21 +121,43 @@ def show_error(error: MusterError, *, as_json: bool) -> None:
         show_findings(findings, sys.stderr)
 
 
-def new_folder(within: Path, prefix: str = "") -> Path:
-    """Create a folder for results that is named by the time: ``bench/matmul-2026-01-31-120000``."""
+def refuse_unwritable(file: Path) -> None:
+    """Reject a file that cannot be written, before the work whose result it gets."""
+    folder = file.absolute().parent
+    if file.is_dir():
+        raise Impossible(f"cannot write {file}", why="it is a folder", fix="give a file's name")
+    if not folder.is_dir():
+        raise Impossible(
+            f"cannot write {file}",
+            why="its folder does not exist",
+            fix=f"mkdir -p {shlex.quote(str(file.parent))}",
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Impossible(
+            f"cannot write {file}",
+            why=error.strerror or str(error),
+            fix="give a file in a writable folder, on a disk with free space",
+        ) from error
+
+
+def new_folder(within: Path, prefix: str = "", *, given: Path | None = None) -> Path:
+    """Create a folder for results: ``given``, or one named by the time: ``bench/matmul-2026-01-31-120000``."""
     stem = f"{prefix}{time.strftime('%Y-%m-%d-%H%M%S')}"
-    folder, number = within / stem, 1
+    folder, number = given or within / stem, 1
     while True:
         try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            folder = within / f"{stem}-{number}"
+            folder.mkdir(parents=True, exist_ok=given is not None)
         except OSError as error:
+            if isinstance(error, FileExistsError) and given is None:
+                number += 1
+                folder = within / f"{stem}-{number}"
+                continue
             raise Impossible(
                 f"cannot create {folder}",
                 why=error.strerror or str(error),
                 fix="pass --out with another folder, on a disk with free space",
             ) from error
-        else:
-            return folder
+        return folder

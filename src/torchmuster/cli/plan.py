@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -103,7 +102,7 @@ def refuse_contradictions(options: PlanOptions) -> None:
                 fix="leave out one of the two; give the number of GPUs in --hardware: 8xH100",
             )
     if options.write is not None:
-        _refuse_to_write(options.write)
+        output.refuse_unwritable(options.write)
     if options.write is None or options.config is None:
         return
     if options.write.resolve() == options.config.resolve():
@@ -112,16 +111,6 @@ def refuse_contradictions(options: PlanOptions) -> None:
             why="its content would be overwritten",
             fix="write to another file: --write plan.yaml",
         )
-
-
-def _refuse_to_write(path: Path) -> None:
-    why = ""
-    if path.is_dir():
-        why, fix = "it is a folder", f"name a file, such as {path / 'plan.yaml'}"
-    elif not path.absolute().parent.is_dir():
-        why, fix = "its folder does not exist", f"mkdir -p {shlex.quote(str(path.parent))}"
-    if why:
-        raise Impossible(f"cannot write {path}", why=why, fix=fix)
 
 
 def refuse_missing_model(resolved: Resolved) -> None:
@@ -209,9 +198,9 @@ def run(options: PlanOptions) -> int:
         beside = {given.path: given.text for given in setting_flags(options)}
         config = None if options.config is None else str(options.config)
         line = line_to_paste(settings, beside, candidate, request, config=config)
-        _write(options, settings)
         if not options.json:
             _show_plan(answer, line, details=options.details)
+        _write(options, settings)
         found = _prove(options, answer)
     if options.json:
         document = plan_json(answer, line=line, settings=settings)

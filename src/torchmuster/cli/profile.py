@@ -126,15 +126,15 @@ def run(options: ProfileOptions) -> int:
     causes = find_causes(profile, results.trials)
     if options.verify:
         results = Trials(trials=results.trials, proof=_proof(request, causes))
-    write_atomically(folder / TRIALS_FILE, msgspec.json.encode(results).decode())
-    write_atomically(folder / "report.html", report.page(profile, causes, results))
     if options.json:
         output.print_json(_answer(folder, profile.step_s, profile.shares, causes, results.proof))
-        return ExitCode.GOOD
-    width = min(shutil.get_terminal_size().columns, WIDTH)
-    colour = output.wants_colour(sys.stdout)
-    text = report.screen(profile, causes, results, folder, width=width, colour=colour)
-    output.print_coloured(text)
+    else:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        colour = output.wants_colour(sys.stdout)
+        text = report.screen(profile, causes, results, folder, width=width, colour=colour)
+        output.print_coloured(text)
+    write_atomically(folder / TRIALS_FILE, msgspec.json.encode(results).decode())
+    write_atomically(folder / "report.html", report.page(profile, causes, results))
     return ExitCode.GOOD
 
 

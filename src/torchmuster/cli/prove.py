@@ -185,12 +185,11 @@ def _show_proof(options: ProveOptions, proof: Proof, folder: Path) -> None:
     from torchmuster.prove import report
     from torchmuster.runfolder import write_atomically
 
-    write_atomically(folder / "report.html", report.proof_page(proof))
     if options.json:
         output.print_json(report.proof_json(proof, folder))
-        return
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    width = min(output.width(), WIDTH)
-    output.print_coloured(
-        report.proof_screen(proof, shown, width=width, colour=output.wants_colour(sys.stdout))
-    )
+    else:
+        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        width = min(output.width(), WIDTH)
+        colour = output.wants_colour(sys.stdout)
+        output.print_coloured(report.proof_screen(proof, shown, width=width, colour=colour))
+    write_atomically(folder / "report.html", report.proof_page(proof))
