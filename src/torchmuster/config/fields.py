@@ -85,14 +85,19 @@ def suggest_name(name: str, known: Collection[str]) -> str:
     such as ``distributed.`` would make all names similar.
     """
     section, _, last = name.rpartition(".")
-    everywhere = {one.rpartition(".")[2]: one for one in known}
-    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-    for names in (siblings, everywhere):
-        if nearest := difflib.get_close_matches(last, names, n=1):
-            return f"did you mean {names[nearest[0]]}?"
+    siblings, everywhere = {}, {}
+    for path in known:
+        its_section, _, its_last = path.rpartition(".")
+        everywhere[its_last] = path
+        if its_section == section:
+            siblings[its_last] = path
+    for paths, likeness in ((siblings, 0.6), (everywhere, 0.8)):
+        if nearest := difflib.get_close_matches(last, paths, n=1, cutoff=likeness):
+            return f"did you mean {paths[nearest[0]]}?"
         # sharding is part of fsdp_sharding_strategy
-        if len(last) > 3 and (longer := [one for one in names if last in one]):
-            return f"did you mean {names[min(longer, key=len)]}?"
+        longer = [known_last for known_last in paths if len(last) > 3 and last in known_last]
+        if longer:
+            return f"did you mean {paths[min(longer, key=len)]}?"
     return ""
 
 

@@ -128,6 +128,12 @@ def test_unknown_keys_and_what_was_meant(
     assert found == snapshot
 
 
+def test_a_name_of_another_section_is_suggested_only_if_it_is_near() -> None:
+    known = {"model.lora", "train.steps"}
+    assert fields.suggest_name("data.format", known) == ""
+    assert fields.suggest_name("data.step", known) == "did you mean train.steps?"
+
+
 def test_of_equal_names_the_one_in_the_same_section_is_suggested() -> None:
     known = ["first.enabled", "second.enabled"]
     assert fields.suggest_name("first.enabld", known) == "did you mean first.enabled?"
