@@ -255,6 +255,9 @@ def _blocked(
             name, where = "data-ports-blocked", f" except on the rendezvous port {port}"
             why += ". Ranks connect on ephemeral ports; an open rendezvous port is not enough"
         case Scope.ALL:
+            addresses = {link.target.address for link in group.links}
+            if len(addresses) == 1:
+                where = f" at {group.links[0].target.address}"
             known = by_places(links)
             backs = [known.get((link.target.place, link.source.place)) for link in group.links]
             if group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF):
