@@ -22,8 +22,8 @@ def test_each_rank_keeps_its_share_and_has_one_block_whole(run_ranks: RunRanks, 
     share = WHOLE / ranks
     for rank, found in enumerate(run_ranks(memory.train_sharded, ranks, "full_shard")):
         # All shards, and two whole parameters: torch's set_model_state_dict allocates the next one before it
-        # frees the last. Rank 0 has built the whole model.
-        whole = WHOLE if rank == 0 else 2 * BLOCK
+        # frees the last, and a thread of gloo may have one more in hand. Rank 0 has built the whole model.
+        whole = WHOLE if rank == 0 else 3 * BLOCK
         assert found["values_peak"] < 1.02 * (whole + share)
         # Parameters and Adam's two averages.
         assert found["kept"] == pytest.approx(3 * share, rel=0.02)
