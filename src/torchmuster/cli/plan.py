@@ -190,7 +190,7 @@ def run(options: PlanOptions) -> int:
     refuse_contradictions(options)
     resolved = settings_of(options)
     refuse_missing_model(resolved)
-    with _tracer(options) as tracer:
+    with Tracer(cache=cache_folder(), say=output.say) as tracer:
         request = _request(options, resolved)
         answer = with_remarks(make_plan(request, tracer.records), resolved)
         candidate = answer.chosen.value.candidate
@@ -200,11 +200,12 @@ def run(options: PlanOptions) -> int:
         line = line_to_paste(settings, beside, candidate, request, config=config)
         if not options.json:
             _show_plan(answer, line, details=options.details)
-        _write(options, settings)
+            _write(options, settings)
         found = _prove(options, answer)
     if options.json:
         document = plan_json(answer, line=line, settings=settings)
         output.print_json({**document, "proof": [finding.as_json() for finding in found]})
+        _write(options, settings)
     elif found:
         output.print_text()
         output.show_findings(found, sys.stdout)
@@ -226,10 +227,6 @@ def _request(options: PlanOptions, resolved: Resolved) -> PlanRequest:
     else:
         hardware = described.parse_hardware(options.hardware)
     return request_from_settings(resolved, hardware, folder=str(Path.cwd()))
-
-
-def _tracer(options: PlanOptions) -> Tracer:
-    return Tracer(cache=cache_folder(), say=output.say)
 
 
 def _show_plan(answer: Answer, line: str, *, details: bool) -> None:
