@@ -79,10 +79,7 @@ class SimulatedAgent:
         """Send the greeting of a node agent."""
         record = protocol.NodeRecord(
             host=f"node{self._index:05d}",
-            user="simulated",
-            pid=self._index + 1,
             system="linux",
-            machine="x86_64",
             python="3.11.7",
             torch="2.13.0",
             torchmuster="0",
@@ -117,7 +114,7 @@ class SimulatedAgent:
                 self._attempt = message.attempt
                 self._first_rank = message.first_rank
                 self._is_running = True
-                self._send(protocol.Done(request="start"))
+                self._send(protocol.Done())
             case protocol.Stop() if self._is_running:
                 self._on_stop()
                 self._is_running = False
@@ -126,9 +123,7 @@ class SimulatedAgent:
     def fail(self) -> None:
         """Report that a rank was killed."""
         self._is_running = False
-        failure = protocol.Failure(
-            rank=self._first_rank, local_rank=0, exit_code=-signal.SIGKILL, ago_s=0.0
-        )
+        failure = protocol.Failure(rank=self._first_rank, exit_code=-signal.SIGKILL, ago_s=0.0)
         self._send(protocol.Ended(attempt=self._attempt, good=False, failures=(failure,)))
 
     def beat(self, lines: int) -> None:
@@ -167,7 +162,7 @@ class SimulatedAgent:
 
 def prepared() -> protocol.Prepared:
     """Return the answer of a host with one GPU per rank."""
-    fingerprint = protocol.Fingerprint(script_sha256="s" * 64, code_sha256="c" * 64, code_files=9)
+    fingerprint = protocol.Fingerprint(script_sha256="s" * 64, code_sha256="c" * 64)
     return protocol.Prepared(
         ranks=RANKS_PER_HOST,
         devices=tuple(f"GPU {index}" for index in range(RANKS_PER_HOST)),
@@ -382,7 +377,7 @@ def allocation(hosts: int) -> Allocation:
     return Allocation(
         job="1",
         nodes=tuple(f"node{index:05d}" for index in range(hosts)),
-        gpus=None,
+        gpus_per_node=None,
         cores=None,
         tasks_per_node=None,
         copies=1,

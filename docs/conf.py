@@ -12,6 +12,7 @@ reference_pages.write_pages()
 
 project = "torchmuster"
 author = "The torchmuster authors"
+project_copyright = author
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 autodoc_default_options = {"members": True}

@@ -6,6 +6,8 @@ docs/conf.py calls ``write_pages`` at the start of each build. The files below d
 import argparse
 import ast
 import os
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +49,7 @@ FINDINGS_HEAD = """
 
 A finding has a name, a status, what is true, why, and how to fix it. The names are stable; `--json` prints them. Only a finding
 with status failure makes a command fail. In this table, `…` stands for a value that is known
-only at run time.
+only at run time. The findings of a hang are in [Hangs](../hangs.md#hang-types).
 
 | package | name | status | what |
 |---|---|---|---|
@@ -112,9 +114,9 @@ def settings_table() -> str:
 def hugging_face_names_table() -> str:
     """Return the names of transformers, TRL and peft in docs/settings.md."""
     rows = ["| Hugging Face | `muster train` | conversion |", "|---|---|---|"]
-    for name, setting in HUGGING_FACE_NAMES.items():
-        conversion = setting.how.replace("{", "").replace("}", "")
-        rows.append(f"| `{name}` | `{setting.path}` | {conversion} |")
+    for name, (path, how) in HUGGING_FACE_NAMES.items():
+        conversion = how.replace("{", "").replace("}", "")
+        rows.append(f"| `{name}` | `{path}` | {conversion} |")
     return "\n".join(rows) + "\n"
 
 
@@ -149,19 +151,34 @@ def exit_codes_table() -> str:
 
 
 def findings_page() -> str:
-    """Return exit codes, and findings as the calls of ``Finding(...)`` in the source have them."""
+    """Return exit codes, and findings as the source and the tables of texts have them."""
     rows = set()
-    for path in SOURCE.rglob("*.py"):
+    for path in [*SOURCE.rglob("*.py"), *SOURCE.rglob("findings/*.toml")]:
         package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        for name, status, what in findings(ast.parse(path.read_text(encoding="utf-8"))):
-            rows.add(f"| {package} | `{name}` | {status} | {escaped(what)} |")
-    table = "\n".join(sorted(rows))
+        text = path.read_text(encoding="utf-8")
+        read = findings_of_table if path.suffix == ".toml" else findings
+        for name, status, what in read(text):
+            rows.add((package, name, status, escaped(what)))
+    with_text = {row[:2] for row in rows if row[3] != "…"}
+    lines = []
+    for package, name, status, what in sorted(rows):
+        if what != "…" or (package, name) not in with_text:
+            lines.append(f"| {package} | `{name}` | {status} | {what} |")
+    table = "\n".join(lines)
     return f"{EXIT_CODES_HEAD}{exit_codes_table()}{FINDINGS_HEAD}{table}\n"
 
 
-def findings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield name, status and text of each finding with a fixed name that is not ok."""
-    for node in ast.walk(tree):
+def findings_of_table(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, status and text of each finding in a table of texts."""
+    for key, entry in tomllib.loads(text).items():
+        status = entry.get("status", "depends on the values")
+        if status != "ok":
+            yield key.partition(":")[0], status, re.sub(r"\{[^}]*\}", "…", entry["what"])
+
+
+def findings(source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, status and text of each ``Finding(...)`` with a fixed name that is not ok."""
+    for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Finding":
             continue
         arguments = {keyword.arg: keyword.value for keyword in node.keywords}

@@ -11,7 +11,7 @@ from torchmuster.launch.node.ranks import NodeShare, host_environment
 
 
 class Attempt:
-    """Two ranks, and what their node agent said: ranks 4 and 5 of 6 on the last of three hosts, or ``alone``."""
+    """Two ranks, and what their node agent said: ranks 4 and 5 of 6 on the last of two hosts, or ``alone``."""
 
     def __init__(
         self, folder: Path, script: str, *, alone: bool = False, port: int = 29400
@@ -32,8 +32,8 @@ class Attempt:
         address = "127.0.0.1" if alone else "10.0.0.1"
         start = protocol.Start(
             attempt=0,
-            node_rank=0 if alone else 2,
-            nodes=1 if alone else 3,
+            node_rank=0 if alone else 1,
+            nodes=1 if alone else 2,  # the first one has more ranks
             first_rank=0 if alone else 4,
             world_size=2 if alone else 6,
             address=address,

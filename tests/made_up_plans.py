@@ -117,12 +117,9 @@ class MadeUpModel:
             request=request,
             blocks_traced=request.blocks or self.blocks,
             blocks=self.blocks,
-            parameters=(
-                Shape(shape=(rows, columns), dtype=dtype, trained=trained == 1.0, block=0),
-            ),
+            parameters=(Shape(shape=(rows, columns), dtype=dtype, block=0),),
             parameter_count=self.parameters,
             trained_count=round(self.parameters * trained),
-            tokens_per_sample=1024,
             input_bytes=8192,
             host_bytes=round(states) if candidate.cpu_offload else 0,
             peaks=(peak,) if request.steps else (),

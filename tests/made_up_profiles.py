@@ -54,7 +54,6 @@ def rank(number: int = 0, *, ranks: int = 2, steps: Sequence[Step] = (), **told:
         "autocast": None,
         "strategy": "ddp",
         "bucket_bytes": 25 * 2**20,
-        "flops_per_step": 10**9,
         "trace": None,
     }
     return RankFacts(**{**facts, **told})
@@ -76,10 +75,8 @@ def ranks(*phases: Mapping[str, Any], steps: int = 10, **told: Any) -> list[Rank
 
 
 def trace(**told: Any) -> Trace:
-    """Return what a trace of one step shows; one second of computing if not said otherwise."""
-    return Trace(
-        **{"file": "t", "steps": 1, "on_device": False, "shares": {"compute": 1.0}, **told}
-    )
+    """Return what a trace of one step shows."""
+    return Trace(**{"steps": 1, **told})
 
 
 def event(name: str, begin: float, length: float, *, thread: int = 1, **more: Any) -> Any:

@@ -142,13 +142,6 @@ def mlflow_server(port: int = 0) -> Iterator[Kept]:
         server.server_close()
 
 
-@contextmanager
-def silent_server() -> Iterator[str]:
-    """Take connections and never answer; yields the address."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
 def closed_port() -> str:
     """Return an address at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -35,5 +35,5 @@ def run_in_lockstep(ranks: int, program: Callable[[World], T]) -> list[T]:
             raise
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(ranks) as pool:
-        patch.setattr("torchmuster.train.data.stream.all_gather_object", tell_all)
+        patch.setattr("torchmuster.train.data.dataloader_adapter.all_gather_object", tell_all)
         return list(pool.map(run, range(ranks)))

@@ -5,7 +5,7 @@ cost nothing before. Start with the command ``muster --help``, from Python with 
 (the page "Python API" of the documentation describes all names), or in a notebook with ``%load_ext torchmuster``.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> module. tests/golden freezes the names and their signatures.
 _MODULES = {

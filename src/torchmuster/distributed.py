@@ -1,4 +1,4 @@
-"""Legacy Python API: list, select and benchmark GPUs, and set up the process group.
+"""Functions that list, choose and benchmark GPUs, and set up the process group.
 
 GPU ids are the indices that ``nvidia-smi`` and ``muster gpus`` show, regardless of
 ``CUDA_VISIBLE_DEVICES``; a MIG slice is ``"0:1"``. Only GPUs visible to this process are used.

@@ -41,7 +41,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def is_no_room(problem: str) -> bool:
-    """Return whether the text of an error names one of these; errors of other ranks are known as text only."""
+    """Return whether the text of an error is one of ``NO_ROOM``; errors of other ranks are known as text only."""
     return any(os.strerror(number) in problem for number in NO_ROOM)
 
 

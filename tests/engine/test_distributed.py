@@ -68,16 +68,6 @@ def test_only_visible_gpus_are_available(
     assert distributed.get_available_gpus() == expected
 
 
-def test_a_lost_gpu_is_not_available(machine: Machine) -> None:
-    machine(scenarios.one_failing())
-    assert distributed.get_available_gpus() == [0, 1, 3]
-
-
-def test_mig_slices_are_available_under_their_own_ids(machine: Machine) -> None:
-    machine(scenarios.mig())
-    assert distributed.get_available_gpus() == ["0:0", "0:1", "0:2", 1]
-
-
 def test_select_by_ids_count_memory_and_all(machine: Machine) -> None:
     machine(scenarios.mixed_consumer())
     assert distributed.select_gpus(gpu_ids=[0, 2]) == [0, 2]
@@ -186,29 +176,12 @@ def test_set_visible_gpus_asks_the_driver_itself(
     assert done.stdout.splitlines() == expected
 
 
-def test_what_is_visible_already_can_be_set_again(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(scenarios.eight_a100_idle())
-    distributed.set_visible_gpus([0, 2])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    distributed.set_visible_gpus([0, 2])
-
-
 def test_setup_chooses_hides_and_returns_the_device(
     machine: Machine, torch_with_gpus: None
 ) -> None:
     machine(scenarios.eight_a100_idle())
     assert distributed.setup_gpu_environment(gpu_ids=[2, 3, 5, 7]) == torch.device("cuda:0")
     assert distributed.get_available_gpus() == [2, 3, 5, 7]
-
-
-def test_setup_by_number_and_for_all(machine: Machine, torch_with_gpus: None) -> None:
-    machine(scenarios.eight_a100())
-    assert distributed.setup_gpu_environment(num_gpus=2).type == "cuda"
-    assert visible_now() == f"{gpu_uuid(6)},{gpu_uuid(7)}"
-    assert distributed.setup_gpu_environment().type == "cuda"
-    assert visible_now() == f"{gpu_uuid(6)},{gpu_uuid(7)}"
 
 
 def test_setup_without_gpus_is_the_cpu_with_its_reason(
@@ -275,11 +248,6 @@ def test_optimal_device_among_unlike_cards_is_found_by_uuid(
     assert distributed.get_optimal_device(gpu_ids=[3]) == torch.device("cuda:3")
 
 
-def test_optimal_device_without_gpus_is_the_cpu(machine: Machine) -> None:
-    machine(scenarios.no_gpus())
-    assert distributed.get_optimal_device() == torch.device("cpu")
-
-
 def test_print_gpu_info_prints_the_documented_line(
     machine: Machine, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
@@ -296,19 +264,6 @@ def test_print_gpu_info_prints_the_documented_line(
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_print_gpu_info_names_a_gpu_in_trouble_and_none_at_all(
-    machine: Machine, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
-) -> None:
-    machine(scenarios.one_failing())
-    distributed.print_gpu_info([2])
-    printed = capsys.readouterr().out
-    assert printed.startswith("GPU 2: NVIDIA A100-SXM4-80GB (")
-    assert printed == snapshot
-    machine(scenarios.no_gpus())
-    distributed.print_gpu_info()
-    assert capsys.readouterr().out == "Available GPUs: 0\n"
-
-
 def test_memory_usage_is_used_total_percent(machine: Machine) -> None:
     machine(scenarios.eight_a100())
     used, total, percent = distributed.get_gpu_memory_usage(5)
@@ -323,17 +278,6 @@ def test_memory_that_cannot_be_read_is_not_zero(
     with pytest.raises(MusterError, match="GPU 2 ") as refused:
         distributed.get_gpu_memory_usage(2)
     assert refused.value == snapshot
-
-
-def test_gpu_info_has_an_id_to_ask_further_with(machine: Machine) -> None:
-    # the source document's example: find the least loaded by hand
-    machine(scenarios.eight_a100())
-    loads = [
-        (info["id"], distributed.get_gpu_memory_usage(info["id"])[2])
-        for info in distributed.get_gpu_info()
-    ]
-    assert min(loads, key=lambda load: load[1])[0] == 6
-    assert distributed.get_gpu_info()[0]["compute_capability"] == (8, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ There is no GPU where the tests run; what torch would do with one is decided by 
 ``Surroundings``, which are tested as such.
 """
 
-import logging
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -80,11 +78,6 @@ def test_a_group_of_one_listens_to_nobody_outside() -> None:
     assert set(heard) <= {"127.0.0.1"}
     # Here the machine's own name may lead to loopback anyway; elsewhere it leads to the network.
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-def test_gloo_that_was_asked_for_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    distributed.setup_distributed(0, 1, backend="gloo")
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
 def test_cleanup_twice_in_finally_and_without_a_group() -> None:
@@ -168,12 +161,6 @@ def test_arguments_that_contradict_the_environment_are_refused_with_both_values(
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_its_group_is_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(Impossible, match=f"rank {rank} is not valid in a group of {world_size}"):
-        distributed.setup_distributed(rank, world_size)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "limits"),
     [
@@ -228,29 +215,11 @@ def test_the_place_on_a_machine_is_not_guessed_where_there_may_be_several(
 # ---- a group that is there already, or cannot be
 
 
-def test_the_same_group_again_is_fine_and_said(
-    caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
-) -> None:
-    caplog.set_level(logging.INFO)
-    first = distributed.setup_distributed(0, 1, "gloo")
-    caplog.clear()
-    assert distributed.setup_distributed(0, 1, "gloo") == first
-    assert caplog.messages == snapshot
-
-
 def test_a_group_that_somebody_else_made_is_used(snapshot: SnapshotAssertion) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert distributed.setup_distributed(0, 1) == torch.device("cpu")
     assert distributed.get_group_info()["reasons"] == snapshot
     assert distributed.verify_gpu_communication(0, 1)
-
-
-def test_another_group_is_refused(snapshot: SnapshotAssertion) -> None:
-    distributed.setup_distributed(0, 1, "gloo")
-    with pytest.raises(Impossible) as caught:
-        distributed.setup_distributed(1, 2, "gloo")
-    assert "cleanup_distributed()" in caught.value.fix
-    assert caught.value == snapshot
 
 
 def test_a_port_in_use_is_refused_and_nothing_is_left(
@@ -317,20 +286,6 @@ def test_each_rank_gets_the_gpu_of_its_local_rank() -> None:
     assert chosen(at(), 2, 4).value == BackendChoice(backend="nccl", device="cuda", index=2)
 
 
-def test_without_a_local_rank_gpus_are_taken_in_turn() -> None:
-    decision = chosen(at(count=8), 11, 16, MASTER_ADDR="10.0.0.1")
-    assert decision.value.index == 3
-
-
-def test_a_rank_that_sees_only_its_own_gpu_takes_it() -> None:
-    assert chosen(at(count=1), 3, 4).value == BackendChoice(backend="nccl", device="cuda", index=0)
-
-
-def test_intels_gpus_have_their_own_library() -> None:
-    here = at("xpu", libraries=frozenset({"xccl"}))
-    assert chosen(here, 1, 2).value == BackendChoice(backend="xccl", device="xpu", index=1)
-
-
 @pytest.mark.parametrize(
     ("here", "device", "reason"),
     [
@@ -357,11 +312,6 @@ def test_a_local_rank_without_a_gpu() -> None:
     assert "2 GPUs" in decision.reason
 
 
-def test_a_library_nobody_knows_is_refused() -> None:
-    with pytest.raises(Impossible, match="unknown backend 'ncll'"):
-        distributed.setup_distributed(0, 1, "ncll")
-
-
 def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     done: list[object] = []
@@ -378,43 +328,12 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
 
 
 def offer(rank: int, name: str = "nccl") -> BackendOffer:
-    reason = (
-        "gloo instead of nccl, on the CPU: torch sees no GPU on this host" if name == "gloo" else ""
-    )
-    return BackendOffer(backend=name, reason=reason, rank=rank, host=f"node-{rank}")
+    return BackendOffer(backend=name, why=f"rank {rank} on node-{rank}: why {name}")
 
 
-def test_one_rank_that_cannot_use_nccl_decides_for_all(snapshot: SnapshotAssertion) -> None:
-    verdict = process_group.compare_offers([offer(0), offer(1), offer(2, "gloo")])
-    assert verdict.backend == "gloo"
-    assert verdict.why.startswith("rank 2 on node-2: ")
-    assert verdict.why == snapshot
-    assert process_group.compare_offers([offer(0, "gloo"), offer(1)]).why.startswith(
-        "rank 0 on node-0: "
-    )
-
-
-def test_all_alike_stay_as_they_are() -> None:
-    assert process_group.compare_offers([offer(0), offer(1)]).backend == "nccl"
-    assert process_group.compare_offers(
-        [offer(0, "gloo"), offer(1, "gloo")]
-    ) == process_group.BackendAgreement(backend="gloo")
-
-
-def test_gpus_of_two_makes_use_gloo(snapshot: SnapshotAssertion) -> None:
-    verdict = process_group.compare_offers([offer(0), offer(1, "xccl")])
-    assert verdict.backend == "gloo"
-    assert verdict.why == snapshot
-
-
-def test_an_amd_gpu_has_the_uuid_that_its_tools_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    serials = ["58580000-0000-0000-0000-000000000000", "30313233-3435-3637-3839-616263646566"]
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=serials[index])
-    )
-    assert process_group.gpu_uuid(0) is None  # "XX": it has no serial number
-    assert process_group.gpu_uuid(1) == "GPU-0123456789abcdef"
+def test_one_rank_that_cannot_use_nccl_decides_for_all() -> None:
+    for offers in ([offer(0), offer(1), offer(2, "gloo")], [offer(0), offer(2, "gloo")]):
+        assert process_group.compare_offers(offers) == offer(2, "gloo")
 
 
 def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> None:
@@ -422,7 +341,7 @@ def test_the_verdict_reaches_all_and_an_earlier_attempts_keys_do_no_harm() -> No
     members = [membership.read_membership(rank, 3, {}) for rank in range(3)]
     offers = [offer(0), offer(1), offer(2, "gloo")]
 
-    def agree(rank: int) -> process_group.BackendAgreement:
+    def agree(rank: int) -> BackendOffer:
         return process_group.agree_on_backend(store, members[rank], offers[rank], limit)
 
     with ThreadPoolExecutor(3) as pool:
@@ -449,14 +368,6 @@ def test_on_gpus_a_missing_rank_is_found_by_our_own_clock(monkeypatch: pytest.Mo
     with pytest.raises(Hangs):
         communication._sum_over_ranks(0, torch.device("meta"), -0.9)
     comes.set()
-
-
-def test_without_a_group_nothing_is_verified(
-    caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
-) -> None:
-    assert distributed.verify_gpu_communication(0, 1) is False
-    assert "setup_distributed" in caplog.text
-    assert caplog.messages == snapshot
 
 
 def test_a_wrong_sum_is_told_with_both_values(

@@ -45,18 +45,6 @@ def test_samples_do_not_depend_on_their_batch() -> None:
     assert len(set(whole)) == 3
 
 
-def test_padding_does_not_count() -> None:
-    short = [("ids", torch.tensor([[5, 6]])), ("attention_mask", torch.tensor([[1, 1]]))]
-    padded = [("ids", torch.tensor([[5, 6, 0]])), ("attention_mask", torch.tensor([[1, 1, 0]]))]
-    assert fingerprints.sample_hashes(short) == fingerprints.sample_hashes(padded)
-
-
-def test_only_data_is_found_in_a_batch() -> None:
-    computed = torch.ones(2, requires_grad=True) * 2
-    batch = ([torch.zeros(2)], {"labels": torch.ones(2), "hidden": computed, "name": "x"})
-    assert [name for name, _ in fingerprints.data_tensors(batch)] == ["0", "labels"]
-
-
 def test_averages_of_the_weights_are_found() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     parameters = list(model.parameters())

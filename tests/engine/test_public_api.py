@@ -69,8 +69,3 @@ def test_importing_the_package_imports_nothing_else() -> None:
     program = "import sys, torchmuster; dir(torchmuster); print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
     assert [one for one in loaded if one.startswith("torch")] == ["torchmuster"]
-
-
-def test_another_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = torchmuster.no_such_name  # type: ignore[attr-defined]

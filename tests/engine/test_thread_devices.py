@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fake_accelerator import FakeAccelerator
-from made_up_worlds import made_up_world
 from patience import GIVE_UP_S
 from torchmuster.diagnose.probes.in_time import in_time
-from torchmuster.launch.probes import process_group
 from torchmuster.launch.rank import collectives, heartbeat
 from torchmuster.launch.rank.heartbeat import HeartbeatWriter
-from torchmuster.train.world import World
 
 pytestmark = pytest.mark.engine
 
@@ -39,10 +36,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return group
 
 
-def gpu_world() -> World:
-    return World(**{**vars(made_up_world()), "device": GPU, "backend": "nccl"})
-
-
 def run_in_thread(work: Any, name: str) -> None:
     thread = threading.Thread(target=work, name=name)
     thread.start()
@@ -60,11 +53,6 @@ def test_work_with_a_time_limit_uses_the_gpu_of_its_rank(
 
 def test_work_before_there_is_a_group_touches_no_gpu(gpus: FakeAccelerator) -> None:
     assert in_time(lambda: 7, GIVE_UP_S) == 7
-    assert gpus.calls == []
-
-
-def test_a_rank_without_an_accelerator_sets_no_device(gpus: FakeAccelerator) -> None:
-    process_group.use_device(torch.device("cpu"))
     assert gpus.calls == []
 
 

@@ -248,15 +248,6 @@ def log_lines(data: bytes) -> None:
     explain_text(text)
 
 
-def slurm_output(data: bytes) -> None:
-    from torchmuster.launch.schedulers.slurm import allocation
-
-    text = text_of(data)
-    for read in (allocation.expand_hostlist, allocation.gpus_by_node):
-        with contextlib.suppress(ValueError):
-            read(text)
-
-
 HEARTBEAT = b'{"rank":0,"pid":1,"beat":1,"moves":1,"step":3}'
 TARGETS: dict[str, Target] = {
     "protocol-messages": Target(
@@ -312,13 +303,6 @@ TARGETS: dict[str, Target] = {
             b'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: CUDA out of memory\n',
             b"\x1b[31mred\x1b[0m \x1b]0;title\x07 password=hunter2 --token abc\n",
             b"[rank1]: torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled system error\n",
-        ),
-    ),
-    "slurm-output": Target(
-        plain(slurm_output),
-        (
-            b"node[01-03,7],login",
-            b"JobId=7 JobState=RUNNING Reason=None Restarts=0\n Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0,3)\n",
         ),
     ),
     "program-output": Target(

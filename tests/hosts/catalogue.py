@@ -61,7 +61,7 @@ class Command:
 class Catalogued:
     """One fault: ``finding`` is its name, ``says`` what must be in its words, ``fix`` in its fix.
 
-    ``ranks``: it is seen only when real ranks run. ``today`` is what a bare torchrun says of it.
+    ``ranks``: it is seen only when real ranks run.
     """
 
     name: str
@@ -74,7 +74,6 @@ class Catalogued:
     ranks: bool = False
     flags: Sequence[str] = ()
     host_words: str = ""  # what --hosts is given, where it is not all of them
-    today: str = ""
 
 
 def _gpu(change: Callable[[Scenario], object]) -> Scenario:
@@ -94,25 +93,23 @@ NETWORK = [
     Catalogued(
         name="the first host's firewall drops the rendezvous port",
         faults=[ClosedPorts(host="node1", ports=(29400,))],
-        finding="meeting-port-blocked",
+        finding="rendezvous-port-blocked",
         says=["node2", "node1", "29400", "dropped"],
         fix="iptables",
         mended_by=Command(host="node1", line="iptables"),
-        today="The client socket has timed out after 60000ms (66 s)",
     ),
     Catalogued(
         name="a firewall rejects the rendezvous port",
         faults=[ClosedPorts(host="node1", ports=(29400,), verdict="refuse")],
-        finding="meeting-port-blocked",
+        finding="rendezvous-port-blocked",
         says=["node2", "node1", "29400", "refused"],
         fix="iptables",
         mended_by=Command(host="node1", line="iptables"),
-        today="the same after silent retries (83-135 s)",
     ),
     Catalogued(
         name="a firewall prohibits the rendezvous port",
         faults=[ClosedPorts(host="node1", ports=(29400,), verdict="prohibit")],
-        finding="meeting-port-blocked",
+        finding="rendezvous-port-blocked",
         says=["node2", "node1", "29400", "prohibited"],
         fix="iptables",
         mended_by=Command(host="node1", line="iptables"),
@@ -124,7 +121,6 @@ NETWORK = [
         says=["node2", "node1", "29400", "dropped"],
         fix="iptables",
         mended_by=Command(host="node1", line="iptables"),
-        today="DistStoreError: wait timeout after 60000ms",
     ),
     Catalogued(
         name="the second host's firewall drops the ports of ranks",
@@ -133,7 +129,6 @@ NETWORK = [
         says=["node1", "node2", "dropped"],
         fix="iptables",
         mended_by=Command(host="node2", line="iptables"),
-        today="Gloo connectFullMesh failed … timed out connecting (149-550 s)",
     ),
     Catalogued(
         name="the second host's firewall rejects the ports of ranks",
@@ -142,7 +137,6 @@ NETWORK = [
         says=["node1", "node2", "refused"],
         fix="iptables",
         mended_by=Command(host="node2", line="iptables"),
-        today="Gloo connectFullMesh failed … Connection refused",
     ),
     Catalogued(
         name="the third host's firewall prohibits the ports of ranks",
@@ -170,7 +164,6 @@ NETWORK = [
         says=["node2", "node3"],
         fix="mtu 1500",
         mended_by=Command(host="node2", line="mtu 1500"),
-        today="Timed out waiting 40000ms for recv operation",
     ),
     Catalogued(
         name="a link of 20 Mbit/s",
@@ -178,7 +171,6 @@ NETWORK = [
         finding="slow-link",
         says=["node2"],
         fix="ethtool",
-        today="no error, only slow",
     ),
     Catalogued(
         name="one host of four on a slow link",
@@ -187,7 +179,6 @@ NETWORK = [
         finding="slow-link",
         says=["node3"],
         fix="ethtool",
-        today="no error, only slow",
     ),
     Catalogued(
         name="5 % of the packets are lost",
@@ -195,15 +186,13 @@ NETWORK = [
         finding="slow-link",
         says=["node2"],
         fix="ethtool",
-        today="no error, only slow",
     ),
     Catalogued(
         name="100 ms round trip to one host",
         faults=[Delay(host="node2")],
-        finding="high-latency",
+        finding="slow-link",
         says=["node2"],
         fix="",
-        today="no error, only slow",
     ),
     Catalogued(
         name="GLOO_SOCKET_IFNAME names no interface",
@@ -211,7 +200,6 @@ NETWORK = [
         finding="socket-interface",
         says=["node2", "GLOO_SOCKET_IFNAME", "ens5"],
         fix="eth0",
-        today="ifa != nullptr. Unable to find address for: ens5",
     ),
     Catalogued(
         name="GLOO_SOCKET_IFNAME is loopback",
@@ -219,7 +207,6 @@ NETWORK = [
         finding="socket-interface",
         says=["node2", "GLOO_SOCKET_IFNAME", "lo"],
         fix="eth0",
-        today="Connection refused, remote=[127.0.0.1]",
     ),
     Catalogued(
         name="GLOO_SOCKET_IFNAME is docker0, which all hosts have",
@@ -230,7 +217,6 @@ NETWORK = [
         finding="socket-interface",
         says=["node2", "GLOO_SOCKET_IFNAME", "docker0"],
         fix="eth0",
-        today="Connection refused, remote=[172.17.0.1]",
     ),
     Catalogued(
         name="NCCL_SOCKET_IFNAME matches nothing",
@@ -244,7 +230,6 @@ NETWORK = [
         finding="socket-interface",
         says=["node2", "NCCL_SOCKET_IFNAME", "ib9"],
         fix="eth0",
-        today="NCCL WARN Bootstrap : no socket interface found",
     ),
     Catalogued(
         name="few ephemeral ports",
@@ -263,7 +248,6 @@ MACHINES_AWAY = [
         finding="ssh-key-refused",
         says=["node2", "does not accept your key"],
         fix="ssh-copy-id",
-        today="Permission denied (publickey).",
     ),
     Catalogued(
         name="the host key has changed",
@@ -271,7 +255,6 @@ MACHINES_AWAY = [
         finding="ssh-host-key-changed",
         says=["node2", "host key differs"],
         fix="ssh-keygen -f",
-        today="Host key verification failed.",
     ),
     Catalogued(
         name="no ssh server",
@@ -279,7 +262,6 @@ MACHINES_AWAY = [
         finding="ssh-not-served",
         says=["node2", "no ssh server"],
         fix="systemctl enable --now ssh",
-        today="Connection refused",
     ),
     Catalogued(
         name="a host's cable is disconnected",
@@ -287,7 +269,6 @@ MACHINES_AWAY = [
         finding="host-absent",
         says=["node2", "10.77.0.12", "network adapter"],
         fix="check its cable",
-        today="Connection timed out",
     ),
     Catalogued(
         name="a host is switched off",
@@ -296,7 +277,6 @@ MACHINES_AWAY = [
         finding="host-absent",
         says=["node3", "10.77.0.13", "it is off"],
         fix="power on node3",
-        today="No route to host",
     ),
     Catalogued(
         name="this host's own cable is disconnected",
@@ -304,7 +284,6 @@ MACHINES_AWAY = [
         finding="own-cable-out",
         says=["eth0 of this host", "it has no carrier"],
         fix="connect the cable of this host",
-        today="No route to host",
     ),
     Catalogued(
         name="a firewall drops the ssh port",
@@ -313,7 +292,6 @@ MACHINES_AWAY = [
         says=["node2 is up", "2222", "drops"],
         fix="iptables",
         mended_by=Command(host="node2", line="iptables"),
-        today="Connection timed out",
     ),
     Catalogued(
         name="a firewall prohibits the ssh port",
@@ -322,7 +300,6 @@ MACHINES_AWAY = [
         says=["node2 is up", "2222", "prohibited"],
         fix="iptables",
         mended_by=Command(host="node2", line="iptables"),
-        today="No route to host",
     ),
     Catalogued(
         name="a firewall rejects the ssh port",
@@ -331,7 +308,6 @@ MACHINES_AWAY = [
         says=["node2", "2222", "a firewall rejects"],
         fix="iptables",
         mended_by=Command(host="node2", line="iptables"),
-        today="Connection refused",
     ),
     Catalogued(
         name="large packets are lost between both hosts, and ssh hangs",
@@ -340,7 +316,6 @@ MACHINES_AWAY = [
         says=["node2", "MTU"],
         fix="mtu 1500",
         mended_by=Command(host="node1", line="mtu 1500"),
-        today="Connection timed out",
     ),
     Catalogued(
         name="a host name that resolves to this host itself",
@@ -349,7 +324,6 @@ MACHINES_AWAY = [
         finding="name-leads-here",
         says=["ghost", "127.0.1.1", "this host itself"],
         fix="/etc/hosts",
-        today="Host key verification failed.",
     ),
     Catalogued(
         name="a host name that cannot be resolved",
@@ -358,7 +332,6 @@ MACHINES_AWAY = [
         finding="host-name-unknown",
         says=["node9"],
         fix="/etc/hosts",
-        today="Could not resolve hostname",
     ),
 ]
 
@@ -369,7 +342,6 @@ NAMES_AND_CLOCKS = [
         finding="name-is-loopback",
         says=["node2", "127.0.1.1"],
         fix="/etc/hosts",
-        today="connectFullMesh … Connection refused, remote=[127.0.1.1]",
     ),
     Catalogued(
         name="the hostname cannot be resolved",
@@ -378,7 +350,6 @@ NAMES_AND_CLOCKS = [
         says=["node2"],
         fix="/etc/hosts",
         mended_by=Command(host="node2", line="/etc/hosts"),
-        today="socket.gaierror: [Errno -3] Temporary failure in name resolution",
     ),
     Catalogued(
         name="the hostname resolves to another host",
@@ -401,7 +372,6 @@ NAMES_AND_CLOCKS = [
         finding="reverse-lookup-slow",
         says=["node2"],
         fix="/etc/hosts",
-        today="10 s for each rank that connects, without a message",
     ),
     Catalogued(
         name="a clock that is a minute behind",
@@ -409,7 +379,6 @@ NAMES_AND_CLOCKS = [
         finding="clocks",
         says=["node2", "behind"],
         fix="timedatectl",
-        today="the first host trains alone and finishes; the other hangs",
     ),
     Catalogued(
         name="a clock that is a minute ahead",
@@ -417,7 +386,6 @@ NAMES_AND_CLOCKS = [
         finding="clocks",
         says=["node2", "ahead"],
         fix="timedatectl",
-        today="300 s in the exit barrier",
     ),
     Catalogued(
         name="a clock that is years behind",
@@ -432,7 +400,6 @@ NAMES_AND_CLOCKS = [
         finding="port-taken",
         says=["node1", "29400"],
         fix="",
-        today="silent on both hosts, > 900 s",
     ),
     Catalogued(
         name="MASTER_PORT is a port in use",
@@ -443,7 +410,6 @@ NAMES_AND_CLOCKS = [
         finding="master-port-taken",
         says=["node2", "29511"],
         fix="",
-        today="EADDRINUSE; the other host hangs",
     ),
 ]
 
@@ -455,7 +421,6 @@ WITHIN = [
         says=["node2", "64.0 MiB"],
         fix="--shm-size",
         mended_by=Command(host="node2", line="remount,size"),
-        today="Bus error in a DataLoader worker",
     ),
     Catalogued(
         name="/dev/shm is full",
@@ -467,7 +432,6 @@ WITHIN = [
         finding="shared-memory-full",
         says=["node2", "/dev/shm"],
         fix="/dev/shm",
-        today="Bus error in a DataLoader worker",
     ),
     Catalogued(
         name="a low limit of open files",
@@ -475,7 +439,6 @@ WITHIN = [
         finding="open-files-low",
         says=["node2", "256"],
         fix="ulimit -n",
-        today="Too many open files",
     ),
     Catalogued(
         name="a low limit of file sizes",
@@ -483,7 +446,6 @@ WITHIN = [
         finding="file-size-limited",
         says=["node2", "100 MiB"],
         fix="ulimit -f",
-        today="File size limit exceeded",
     ),
     Catalogued(
         name="a cgroup with little memory",
@@ -497,7 +459,6 @@ WITHIN = [
         finding="memory-limit",
         says=["node2", "700 MiB"],
         fix="--mem",
-        today="a rank exits with -9",
     ),
     Catalogued(
         name="a cgroup with few processes",
@@ -505,7 +466,6 @@ WITHIN = [
         finding="pids-few",
         says=["node2", "70"],
         fix="pids-limit",
-        today="can't start new thread",
     ),
     Catalogued(
         name="a quota of half a core",
@@ -515,7 +475,6 @@ WITHIN = [
         finding="cpu-quota",
         says=["node2", "0.5"],
         fix="--cpus",
-        today="no error, only slow",
     ),
     Catalogued(
         name="one core of several",
@@ -523,7 +482,6 @@ WITHIN = [
         finding="cpu-affinity",
         says=["node2", "one core"],
         fix="",
-        today="no error, only slow",
     ),
     Catalogued(
         name="the disk for runs is full",
@@ -531,7 +489,6 @@ WITHIN = [
         finding="run-folder-full",
         says=["node2", "full"],
         fix="du ",
-        today="No space left on device",
     ),
     Catalogued(
         name="the disk for runs is read-only",
@@ -539,7 +496,6 @@ WITHIN = [
         finding="run-folder-read-only",
         says=["node2", "cannot write to"],
         fix="",
-        today="Read-only file system",
     ),
     Catalogued(
         name="a temporary folder that cannot be written",
@@ -579,7 +535,6 @@ WITHIN = [
         finding="wsl2-nat",
         says=["node2", "WSL 2"],
         fix="networkingMode=mirrored",
-        today="The client socket has timed out",
     ),
 ]
 
@@ -598,7 +553,6 @@ INSTALLATION = [
         finding="torch-version",
         says=["node2", "2.12.0"],
         fix="pip install",
-        today="no error, or a silent hang",
     ),
     Catalogued(
         name="torch that cannot be imported",
@@ -614,7 +568,6 @@ INSTALLATION = [
         says=["node2", "torch.py"],
         fix="my_torch.py",
         mended_by=Command(host="node2", line="mv "),
-        today="partially initialized module 'torch' has no attribute …",
     ),
     Catalogued(
         name="NumPy 2 with a torch that was built for NumPy 1",
@@ -638,7 +591,6 @@ INSTALLATION = [
         finding="numpy-abi",
         says=["node2", "NumPy", "2.1.0"],
         fix="numpy<2",
-        today="A module that was compiled using NumPy 1.x cannot be run in NumPy 2.1.0",
     ),
     Catalogued(
         name="torchvision for another torch",
@@ -656,7 +608,6 @@ INSTALLATION = [
         finding="torch-companion-mismatch",
         says=["node2", "torchvision", "0.15.2"],
         fix="pip install",
-        today="operator torchvision::nms does not exist",
     ),
 ]
 
@@ -728,7 +679,6 @@ GPUS = [
         finding="driver-library-mismatch",
         says=["node2", "driver"],
         fix="reboot",
-        today="Failed to initialize NVML: Driver/library version mismatch",
     ),
     Catalogued(
         name="the driver is not loaded",
@@ -736,7 +686,6 @@ GPUS = [
         finding="driver-not-loaded",
         says=["node2", "driver"],
         fix="modprobe nvidia",
-        today="Found no NVIDIA driver on your system",
     ),
     Catalogued(
         name="the driver is too old for this torch",
@@ -750,7 +699,6 @@ GPUS = [
         finding="driver-too-old",
         says=["node2", "470.57.02"],
         fix="driver",
-        today="The NVIDIA driver on your system is too old",
     ),
     Catalogued(
         name="GPUs, and a torch that cannot use them",
@@ -758,7 +706,6 @@ GPUS = [
         finding="torch-build-without-gpu",
         says=["node2", "torch"],
         fix="pip install",
-        today="Torch not compiled with CUDA enabled",
     ),
     Catalogued(
         name="CUDA_VISIBLE_DEVICES names a GPU that does not exist",
@@ -772,7 +719,6 @@ GPUS = [
         finding="visible-devices-partly-ignored",
         says=["node2", "CUDA_VISIBLE_DEVICES"],
         fix="",
-        today="invalid device ordinal, or fewer GPUs than ranks",
     ),
     Catalogued(
         name="a GPU in compute mode prohibited",
@@ -782,7 +728,6 @@ GPUS = [
         finding="gpu-compute-prohibited",
         says=["node2", "GPU 5"],
         fix="nvidia-smi",
-        today="all CUDA-capable devices are busy or unavailable",
     ),
     Catalogued(
         name="GPU memory with a pending repair",
@@ -821,7 +766,6 @@ RANKS = [
         finding="wrong-values",
         says=["node2"],
         fix="",
-        today="no error, wrong results",
     ),
     Catalogued(
         name="one value in a million that a host receives is wrong",
@@ -830,16 +774,14 @@ RANKS = [
         finding="wrong-values",
         says=["node2"],
         fix="",
-        today="no error, wrong results",
     ),
     Catalogued(
         name="a host receives zeros from its peer",
         faults=[_faulty_rank("p2p-zeros")],
         ranks=True,
-        finding="p2p-wrong",
+        finding="wrong-values",
         says=["node2"],
         fix="NCCL_P2P_DISABLE=1",
-        today="no error, or a hang",
     ),
     Catalogued(
         name="a device computes wrong products",
@@ -848,16 +790,14 @@ RANKS = [
         finding="wrong-device",
         says=["node2"],
         fix="",
-        today="no error, wrong results",
     ),
     Catalogued(
         name="a device is five times slower than the others",
         faults=[_faulty_rank("slow-matmul")],
         ranks=True,
-        finding="slow-host",
+        finding="slow-device",
         says=["node2"],
         fix="",
-        today="no error, only slow",
     ),
     Catalogued(
         name="a rank never reaches the first all-reduce",
@@ -866,7 +806,6 @@ RANKS = [
         finding="collective-hangs",
         says=["node2"],
         fix="",
-        today="Timed out waiting 1800000ms for recv operation to complete",
     ),
 ]
 

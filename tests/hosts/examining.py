@@ -30,10 +30,7 @@ class LabExaminer:
         self.place = host.number - 1
         self.record = protocol.NodeRecord(
             host=host.name,
-            user="root",
-            pid=process.command_pid,
             system=sys.platform,
-            machine="x86_64",
             python="3.11",
             torch=None,
             torchmuster="0",

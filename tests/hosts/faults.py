@@ -177,7 +177,20 @@ class Loss:
 
     def apply(self, lab: Lab) -> Undo:
         chance = ("-m", "statistic", "--mode", "random", "--probability", f"{self.percent / 100}")
-        return _add_rule(_hosts(lab, self.host), "-i", "eth0", *chance, "-j", "DROP")
+        # A virtual cable carries bundles of segments, which would be lost as one: none, then.
+        _set_most_segments(lab, 1)
+        remove_rule = _add_rule(_hosts(lab, self.host), "-i", "eth0", *chance, "-j", "DROP")
+
+        def undo() -> None:
+            remove_rule()
+            _set_most_segments(lab, 65535)
+
+        return undo
+
+
+def _set_most_segments(lab: Lab, count: int) -> None:
+    for host in lab.hosts:
+        host.ip("link", "set", "eth0", "gso_max_segs", str(count))
 
 
 @dataclass(frozen=True, kw_only=True)

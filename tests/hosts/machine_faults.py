@@ -8,7 +8,6 @@ kernel's own, a library stands in for the driver's. A fault takes hold of what s
 import os
 import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -236,25 +235,6 @@ class Gpus:
             **self.others,
         }
         return Variables(host=self.host, values=values).apply(lab)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Busy:
-    """Other programs use all cores of the machine."""
-
-    host: str
-    count: int = 4
-
-    def apply(self, lab: Lab) -> Undo:
-        words = [sys.executable, "-I", "-S", "-c", "while True: pass"]
-        busy = [lab.host(self.host).popen(words) for _ in range(self.count)]
-
-        def undo() -> None:
-            for one in busy:
-                one.kill()
-                one.wait()
-
-        return undo
 
 
 @dataclass(frozen=True, kw_only=True)

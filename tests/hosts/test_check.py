@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from hosts.checking import check, do_what_it_says
 from hosts.conftest import MakeLab
-from hosts.faults import NoSshd, OnlyOpenPorts, injected
+from hosts.faults import OnlyOpenPorts, injected
 from hosts.host import Host, HostProcess
 from hosts.lab import Lab
 from hosts.launching import Transcript, code_of, leftovers, strays
@@ -18,7 +17,6 @@ from hosts.machine_faults import Packages
 from hosts.namespaces import await_true
 from muster_command import muster_argv
 
-_TORCH_240 = {"torch/__init__.py": "", "torch/version.py": "__version__ = '2.4.0'\n"}
 # Of an examiner that is being asked, and of ranks.
 _STAGES = {
     "examiner": "torchmuster.diagnose.host_probe",
@@ -69,22 +67,6 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     await_true("nothing is left", lambda: strays(lab2) == {})
 
 
-@pytest.mark.nightly
-def test_a_machine_that_does_not_answer_is_named_and_the_others_are_checked(lab3: Lab) -> None:
-    work = work_of(lab3)
-    with injected(lab3, NoSshd(host="node2")):
-        found = check(lab3)
-    assert found.exit_code == 1
-    (failure,) = found.above_note()
-    assert failure["name"] == "ssh-not-served"
-    assert "node2" in failure["what"]
-    assert "systemctl enable --now ssh" in failure["fix"]
-    result = json.loads((report_of(work) / "check.json").read_text())
-    assert [bool(one["missing"]) for one in result["machines"]] == [False, True, False]
-    assert len(result["links"]) == 2
-    assert [one["host"] for one in result["ranks"]] == ["node1", "node3"]
-
-
 def test_a_direction_that_is_closed_is_named_and_mended_by_the_fix(lab2: Lab) -> None:
     fault = OnlyOpenPorts(host="node1", ports=(29400,), verdict="drop")
     with injected(lab2, fault):
@@ -97,16 +79,6 @@ def test_a_direction_that_is_closed_is_named_and_mended_by_the_fix(lab2: Lab) ->
         again = check(lab2, "--quick")
         assert again.above_note() == [], again.said
         assert again.exit_code == 0
-
-
-@pytest.mark.nightly
-def test_another_torch_is_told_before_ranks_would_hang_over_it(lab2: Lab) -> None:
-    with injected(lab2, Packages(host="node2", files=_TORCH_240)):
-        found = check(lab2, "--quick")
-    assert found.exit_code == 1
-    (failure,) = found.named("torch-version")
-    assert "2.4.0 on node2" in failure["what"]
-    assert failure["fix"].startswith("python -m pip install torch==")
 
 
 @pytest.mark.nightly
@@ -124,18 +96,6 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(stage: str, lab2: Lab) 
         await_true("nothing of ours is left", lambda: not strays(lab2))
     finally:
         process.kill()
-
-
-@pytest.mark.nightly
-def test_ctrl_c_ends_a_check_everywhere(lab2: Lab) -> None:
-    _hold(lab2, _STAGES["ranks"])
-    process = muster_check(lab2.hosts[0], work_of(lab2), "--hosts", "node1,node2")
-    told = Transcript(process)
-    await_true("ranks everywhere", lambda: _runs(lab2, _STAGES["ranks"]))
-    process.send_signal(signal.SIGINT)
-    assert told.end() == 130
-    assert "all processes have exited" in told.text("err")
-    await_true("nothing is left", lambda: strays(lab2) == {})
 
 
 def _hold(lab: Lab, words: str) -> None:

@@ -94,27 +94,6 @@ def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
     assert re.search(_RANK, run.transcript.text("err"))
 
 
-_BLOCKED = """
-import os, signal, sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-signal.signal(signal.SIGTERM, lambda *_: print("never comes to this"))
-print("joined", flush=True)
-if os.environ["RANK"] == "1":
-    time.sleep(1000)
-dist.all_reduce(torch.ones(1))
-"""
-
-
-@pytest.mark.nightly
-def test_a_rank_that_waits_in_a_collective_ends_with_its_peer(lab2: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab2, tmp_path, _BLOCKED)
-    run.wait_for_ranks("joined")
-    Kill(victim="rank 1").strike(run)
-    run.wait_until_clean()
-    assert run.end() == 1
-    assert re.search(_RANK, run.transcript.text("err"))
-
-
 @pytest.mark.nightly
 def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> None:
     script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
@@ -125,15 +104,6 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> 
     run.transcript.wait_for("Ctrl-C")
     run.wait_for_ranks("SIGTERM ignored")
     assert run.find("node2", is_rank(1))
-    run.process.interrupt()
-    run.wait_until_clean()
-    assert run.end() == 130
-
-
-@pytest.mark.nightly
-def test_ctrl_c_while_the_agents_are_starting(lab2: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
-    run.wait_for_phase("starting")
     run.process.interrupt()
     run.wait_until_clean()
     assert run.end() == 130

@@ -38,25 +38,6 @@ def test_a_killed_rank_is_named_before_all_start_again(lab2: Lab, tmp_path: Path
 
 
 @pytest.mark.nightly
-def test_a_script_that_always_fails_ends_with_its_cause(lab2: Lab, tmp_path: Path) -> None:
-    script = (
-        "import os\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    raise RuntimeError('no data in attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-    )
-    run = Run.launch(lab2, tmp_path, script, options=["--max-restarts", "2", *PATIENT])
-    assert run.transcript.end() == 1
-    said = run.transcript.text("err")
-    pauses = re.findall(r"no data in attempt (\d); restarting(?: in (\d) s)?", said)
-    assert pauses == [("0", ""), ("1", "2")]
-    assert "failure  rank 1 on node2 " in said
-    failures = [one.finding for one in evidence.read_failures(run_in(tmp_path))]
-    assert [one.name for one in failures] == ["rank-failed"] * 3
-    assert failures[-1].what.endswith("no data in attempt 2")
-    run.wait_until_clean()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault", [LinkCut(host="node2"), HostKilled(host="node2")], ids=["link", "host"]
 )

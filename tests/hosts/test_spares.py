@@ -57,19 +57,6 @@ def test_a_host_that_died_becomes_a_spare_and_the_head_can_be_replaced(
 
 
 @pytest.mark.nightly
-def test_no_spare_left_waits_for_the_host_as_without_spares(lab3: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab3, tmp_path, WHERE, options=TWO_AND_ONE)
-    run.wait_for_ranks("round 0: rank", ranks=2)
-    kill_host(lab3, "node3")  # the spare
-    kill_host(lab3, "node2")
-    run.wait_for_ranks("round 1: rank", ranks=2)
-    assert {one["spare"] for one in events(tmp_path, TAKEOVER)} <= {None, "node3"}
-    (tmp_path / "end").touch()
-    assert run.transcript.end() == 0
-    run.wait_until_clean()
-
-
-@pytest.mark.nightly
 def test_training_with_kills_is_bitwise_equal_to_an_undisturbed_one(
     lab4: Lab, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -100,12 +99,3 @@ def remove_lab(podman: Podman, name: str) -> None:
 def _is_abandoned(name: str) -> bool:
     ours = _OURS.fullmatch(name)
     return ours is not None and not psutil.pid_exists(int(ours[1]))
-
-
-def unmount(folder: Path) -> None:
-    """Unmount what is mounted in a folder."""
-    for line in Path("/proc/mounts").read_text().splitlines():
-        target = Path(line.split()[1])
-        if target.is_relative_to(folder):
-            with suppress(OSError):
-                subprocess.run(["umount", "-l", target], capture_output=True)

@@ -15,7 +15,7 @@ from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.meta_init import build_on_rank_0
 from torchmuster.train.out_of_memory import memory_table, oom_report
 from torchmuster.train.step import TrainStep
-from torchmuster.train.strategies.choose import Name, build_strategy
+from torchmuster.train.strategies.choose import build_strategy
 from torchmuster.train.strategies.sharding import Kind, Sharding
 from torchmuster.train.world import World
 
@@ -64,23 +64,6 @@ def train_sharded(world: World, kind: Kind) -> dict[str, int]:
         "gradients": table.gradients_bytes,
         "optimizer": table.optimizer_bytes,
     }
-
-
-def train_replicated(world: World, name: Name) -> dict[str, int]:
-    """Return what a whole copy of the model takes: between steps, and at most in one."""
-    with live_bytes() as found:
-        strategy = build_strategy(name, world)
-        model = strategy.prepare(build_model())
-        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-        update = TrainStep(model, optimizer, strategy, world)
-        for _ in range(2):  # ddp cuts its buckets anew after the first
-            _backward(model, update, world)
-            update.apply()
-        kept = found.live
-        found.begin_again()
-        _backward(model, update, world)
-        update.apply()
-    return {"kept": kept, "step_peak": found.peak}
 
 
 def _backward(

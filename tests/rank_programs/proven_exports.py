@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,11 +128,3 @@ def _damage(folder: Path, how: str) -> None:
         _, key, value = how.split()
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {key: json.loads(value)}))
-
-
-def names_in(world: World, folders: Sequence[str]) -> list[list[str]]:
-    """Return the names of tensors in folders."""
-    return [
-        sorted(name for file in Path(one).glob("*.safetensors") for name in load_file(file))
-        for one in folders
-    ]

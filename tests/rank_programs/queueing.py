@@ -4,13 +4,9 @@ import os
 import socket
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import torch.distributed as dist
-
-from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 
@@ -53,24 +49,6 @@ def _has_signed(folder: str, page: str, rank: int) -> bool:
     return path.exists() and str(rank) in path.read_text().split()
 
 
-def longer_than_collectives_wait(world: World) -> float:
-    """Stay inside for longer than the group's collectives would wait."""
-    timeout_s = 0.5
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
-    store = dist.distributed_c10d._get_default_store()
-    begun = time.monotonic()
-    if not world.is_first:
-        store.set("begun", "yes")
-    with rank_zero_first(world):
-        if world.is_first:
-            store.get("begun")  # the other one waits from before this on
-            time.sleep(3 * timeout_s)
-    waited_s = time.monotonic() - begun
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GIVE_UP_S))
-    assert all_gather_object("there", world) == ["there"] * world.world_size
-    return waited_s
-
-
 def the_first_fails(world: World) -> str:
     """Rank 0 fails; the others must hear of it, and can go through it again afterwards."""
     try:
@@ -81,15 +59,3 @@ def the_first_fails(world: World) -> str:
         said = str(error)
     with rank_zero_first(world):
         return said
-
-
-def the_first_is_slow(world: World) -> str:
-    """The others wait only as long as they were told to."""
-    try:
-        with rank_zero_first(world, timeout_s=0.2 if not world.is_first else 10):
-            if world.is_first:
-                dist.distributed_c10d._get_default_store().get("given up")
-    except MusterError as error:
-        dist.distributed_c10d._get_default_store().set("given up", "yes")
-        return str(error)
-    return ""

@@ -1,13 +1,12 @@
 """Loops that read batches on real ranks."""
 
 import multiprocessing
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from rank_programs.small_models import data, seeded_model
 from torchmuster.errors import MusterError
@@ -39,64 +38,6 @@ def compare(world: World, counts: list[int]) -> tuple[str | None, int]:
     after = torch.ones(())
     dist.all_reduce(after)
     return told, int(after)
-
-
-def _described(loader: DataLoaderAdapter, epoch: int, begin: int = 0) -> list[Any]:
-    return [
-        (
-            step.number,
-            step.rounds,
-            step.samples,
-            step.nominal_samples,
-            [(micro.samples, micro.batch[0].tolist()) for micro in step],
-        )
-        for step in loader.epoch(epoch, begin=begin)
-    ]
-
-
-def foreign(world: World) -> dict[str, Any]:
-    """Read foreign DataLoaders of all kinds; return what came."""
-    rank, ranks = world.global_rank, world.world_size
-    found: dict[str, Any] = {}
-    rows = TensorDataset(torch.arange(22))
-    sampler: DistributedSampler[Any] = DistributedSampler(rows, ranks, rank, seed=1)
-    loader = DataLoaderAdapter(
-        DataLoader(rows, batch_size=4, sampler=sampler), world, accumulation=2
-    )
-    found["known"] = _described(loader, 0)
-    found["next epoch"] = _described(loader, 1)
-    found["steps"] = loader.steps_in_epoch()
-    resumed = DataLoaderAdapter(
-        DataLoader(rows, batch_size=4, sampler=sampler), world, accumulation=2
-    )
-    resumed.restore({"epoch": 1, "step": 1})
-    found["resumed"] = _described(resumed, 1)
-
-    own = TensorDataset(torch.arange(8 - rank))
-    unlike = DataLoader(own, batch_sampler=[[0, 1, 2 + rank], [3]])
-    found["own batches"] = _described(DataLoaderAdapter(unlike, world), 0)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        uneven = DataLoaderAdapter(DataLoader(TensorDataset(torch.arange(13 - rank))), world)
-        found["warned"] = [str(one.message) for one in caught]
-        try:
-            uneven.epoch(0)
-        except MusterError as error:
-            found["uneven"] = error.what
-        streams = {"stream": 9 - 3 * rank, "empty": 0, "empty rank": 3 - 3 * rank}
-        for name, count in streams.items():
-            stream = DataLoaderAdapter(
-                DataLoader(Stream(count), batch_size=2), world, accumulation=2
-            )
-            try:
-                found[name] = [
-                    (step.number, step.rounds, step.samples, [micro.samples for micro in step])
-                    for step in stream.epoch(0)
-                ]
-            except MusterError as error:
-                found[name] = str(error)
-    return found
 
 
 def indices_read(world: World, state: dict[str, Any] | None, steps: int | None) -> Any:

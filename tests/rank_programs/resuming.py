@@ -88,7 +88,7 @@ class Killed(Exception):
 class StopAt:
     """A request to end that comes at a step, in the place of one that comes by a signal."""
 
-    words = "SIGUSR1 to rank 1"
+    origin = "SIGUSR1 to rank 1"
 
     def __init__(self, step: int | None) -> None:
         self._step = step

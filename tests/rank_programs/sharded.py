@@ -56,12 +56,6 @@ def digests(world: World, seed: int) -> dict[str, str]:
     return found
 
 
-def shards_differ(world: World) -> list[float]:
-    """Return the sum of this rank's shard of each layer; the layers have equal shapes."""
-    model = _spread("fsdp", world, 0)
-    return [float(_local(one.weight).double().sum()) for one in model.layers]  # type: ignore[union-attr]
-
-
 class Drawn(nn.Module):
     """Values that are drawn with Python and numpy."""
 
@@ -125,10 +119,6 @@ def _assert_it_trains(model: nn.Module) -> None:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _digest(model: nn.Module) -> str:

@@ -1,26 +1,19 @@
 """Ranks that are asked to end by signals."""
 
-import contextlib
-import ctypes
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from patience import GIVE_UP_S
-from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
+from torchmuster.launch.job import GRACE_VARIABLE
 from torchmuster.train import stop_request
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.world import World, all_gather_object
@@ -59,43 +52,6 @@ def at_random_moments(world: World, rounds: int) -> list[End]:
     return ends
 
 
-def in_special_situations(world: World) -> dict[str, End]:
-    """All ranks at once; a slow rank; before the first step; after the last one."""
-    _meet_at_a_tcp_store(world)
-    is_last = world.global_rank == world.world_size - 1
-
-    def uneven() -> None:
-        time.sleep(0.02 if is_last else 0.005)
-
-    ends = {}
-    dist.barrier()
-    ends["all at once"] = _train(world, dist.barrier, [(0.1, "SIGTERM"), (0.1, "SIGUSR1")])
-    dist.barrier()
-    sends = [(0.2, "SIGUSR1")] if world.is_first else []
-    ends["a slow rank"] = _train(world, uneven, sends, not_before=1)
-    dist.barrier()
-    ends["before the first"] = _train(
-        world, dist.barrier, [(None, "SIGTERM")] if is_last else [], heard_first=True
-    )
-    ends["the last"] = _in_the_last_step(world, is_last)
-    return ends
-
-
-def _in_the_last_step(world: World, is_asked: bool) -> End:
-    """One gets a signal in the last step, which takes all ranks until they have heard of it."""
-    sent_at = None
-    with StopRequest(world) as stop:
-        for done in (1, 2, 3):
-            if done == 3:
-                if is_asked:
-                    sent_at = stop._done
-                    os.kill(os.getpid(), signal.SIGTERM)
-                _await(lambda: stop.words)
-            if stop.due(done):
-                break
-        return End(step=done, words=stop.words, sent_at=sent_at)
-
-
 def while_blocked(world: World) -> tuple[str, End]:
     """Every rank waits in a collective for one that comes when all have heard of a signal."""
     _meet_at_a_tcp_store(world)
@@ -108,113 +64,12 @@ def while_blocked(world: World) -> tuple[str, End]:
         dist.barrier()
 
     def look(stop: StopRequest) -> None:
-        _await(lambda: stop.words)
-        seen.append(stop.words)
+        _await(lambda: stop.origin)
+        seen.append(stop.origin)
         group.set(f"rank {world.global_rank} heard", "")
 
     end = _train(world, step, [(0.2, "SIGUSR1")] if world.is_first else [], look=look)
     return seen[0], end
-
-
-def when_others_are_gone(world: World) -> list[int]:
-    """Rank 1 fails; rank 0 gets SIGUSR1 and then SIGTERM: return what it would end with."""
-    _meet_at_a_tcp_store(world)
-    with (
-        _noting_exits() as codes,
-        contextlib.suppress(RuntimeError),
-        StopRequest(world) as stop,
-    ):
-        dist.barrier()
-        if world.global_rank == 1:
-            raise RuntimeError("out of memory")
-        _await(lambda: not stop._threads[0].is_alive())  # it has heard of the failure
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.3)
-        assert not stop.due(1)
-        assert not codes  # a warning alone ends nobody
-        os.kill(os.getpid(), signal.SIGTERM)
-        _await(lambda: codes)
-    return codes
-
-
-def when_one_cannot_answer_at_once(world: World) -> list[object]:
-    """Rank 1 keeps Python from running: too long for the first request, not for the one after it."""
-    _meet_at_a_tcp_store(world)
-    away, back = _pipes(world)
-    found: list[bool] = []
-    _MODULE._WISHES_ARE_ANSWERED_WITHIN_S = 0.2
-    with _noting_exits() as codes, StopRequest(world) as stop:
-        for step in (1, 2):
-            dist.barrier()
-            if world.global_rank == 1:
-                _keep_python_from_running(away, back)
-            elif world.is_first:
-                os.read(away, 1)
-                _await(lambda: stop._round == len(found))  # and hears a signal anew
-                os.kill(os.getpid(), signal.SIGUSR1)
-                # It is being followed, or was dropped already.
-                _await(lambda: stop._agreement is not None or stop._round > len(found))
-                if step == 1:
-                    assert not stop.due(step)  # the request was dropped without rank 1
-                os.write(back, b"x")
-            found.append(stop.due(step))
-            dist.barrier()
-            _MODULE._WISHES_ARE_ANSWERED_WITHIN_S = GIVE_UP_S
-        # It may have answered with the step that it was in.
-        return [found[0], found[1] or stop.due(3), stop.words, codes]
-
-
-def _pipes(world: World) -> tuple[int, int]:
-    """Return two pipes that all ranks have."""
-    folder = tempfile.mkdtemp() if world.is_first else None
-    if folder is not None:
-        os.mkfifo(Path(folder, "away"))
-        os.mkfifo(Path(folder, "back"))
-    place = all_gather_object(folder, world)[0]
-    away, back = (os.open(Path(place, name), os.O_RDWR) for name in ("away", "back"))
-    dist.barrier()
-    if folder is not None:
-        shutil.rmtree(folder)
-    return away, back
-
-
-def _keep_python_from_running(away: int, back: int) -> None:
-    """Let no thread of this process run Python until another process says so, as a C extension may."""
-    library, said = ctypes.PyDLL(None), ctypes.create_string_buffer(1)
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e6)  # nor between the two calls
-    library.write(away, b"x", 1)
-    library.read(back, said, 1)
-    sys.setswitchinterval(usual_s)
-
-
-def when_one_is_killed(world: World) -> bool:
-    """Rank 1 answers no more, and its process is gone: nobody waits for it, not even at a warning."""
-    _meet_at_a_tcp_store(world)
-    if world.global_rank == 1:
-        gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait()
-        _MODULE.process_address = lambda: f"{stop_request._host_id()} {gone.pid}"
-        StopRequest._follow = lambda *_: None  # type: ignore[method-assign]
-    with StopRequest(world) as stop:
-        dist.barrier()
-        if world.is_first:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            _await(lambda: stop._round == 1)
-        dist.barrier()
-        return stop.due(1)
-
-
-@contextlib.contextmanager
-def _noting_exits() -> Iterator[list[int]]:
-    """Note with which codes this process would have ended."""
-    codes: list[int] = []
-    exit_itself = os._exit
-    os._exit = codes.append  # type: ignore[assignment]
-    try:
-        yield codes
-    finally:
-        os._exit = exit_itself
 
 
 def _await(true: Callable[[], object]) -> None:
@@ -222,27 +77,6 @@ def _await(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < until
         time.sleep(0.01)
-
-
-def when_the_store_is_gone(world: World) -> tuple[list[int], bool]:
-    """The process that has the store ends; rank 0 is asked to end afterwards."""
-    store = _meet_at_a_tcp_store(world)
-    codes: list[int] = []
-    due = False
-    if world.global_rank == 1:
-        with _noting_exits() as codes, StopRequest(world) as stop:
-            dist.barrier()
-            dist.barrier()  # the store is gone
-            os.kill(os.getpid(), signal.SIGTERM)
-            _await(lambda: codes)
-            due = stop.due(1)
-    else:
-        dist.barrier()
-        _MODULE.group_store = lambda: None
-        del store
-        dist.barrier()
-    dist.barrier()
-    return codes, due
 
 
 def _train(
@@ -273,7 +107,7 @@ def _train(
             if after_s is None:
                 send(name)
         if heard_first:
-            _await(lambda: stop.words)
+            _await(lambda: stop.origin)
         done = 0
         for done in range(1, _MANY + 1):
             step()
@@ -281,7 +115,7 @@ def _train(
                 break
         for timer in timers:
             timer.join()
-        return End(step=done, words=stop.words, sent_at=min(sent, default=None))
+        return End(step=done, words=stop.origin, sent_at=min(sent, default=None))
 
 
 def _meet_at_a_tcp_store(world: World) -> Any:

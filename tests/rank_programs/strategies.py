@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
-from torchmuster.train.arguments import with_values
 from torchmuster.train.models.blocks import recompute_blocks
+from torchmuster.train.models.meta_init import build_for
 from torchmuster.train.precision import BF16, FP32, Precision
 from torchmuster.train.strategies.choose import build_strategy, memory_of_each_rank
 from torchmuster.train.strategies.sharding import Sharding
@@ -113,24 +113,6 @@ def gradients(world: World) -> dict[str, Any]:
             if name in ("good", "nan"):
                 seen[f"norm of {name}"] = _norm(strategy, parameters)
         told[strategy.name] = seen
-    return told
-
-
-def accumulation_of_shards(world: World) -> dict[str, Any]:
-    """Say after which backward a sharded gradient is there."""
-    strategy = build_strategy("fsdp", world)
-    model = strategy.prepare(language_model(1))
-    told: dict[str, Any] = {}
-    for name, around in (("accumulating", strategy.accumulating), ("no_sync", strategy.no_sync)):
-        model.zero_grad()
-        seen = []
-        with around(model):
-            torch.autograd.backward(token_losses(model, _BATCH).sum())
-            seen.append(all(isinstance(one.grad, DTensor) for one in model.parameters()))
-        torch.autograd.backward(token_losses(model, _BATCH).sum())
-        seen.append(all(isinstance(one.grad, DTensor) for one in model.parameters()))
-        told[name] = seen
-        told[f"{name} norm"] = _norm(strategy, list(model.parameters()))
     return told
 
 
@@ -362,7 +344,7 @@ def values_of_built_models(world: World) -> dict[str, Any]:
         strategies["single"] = build_strategy("single", world)
     told: dict[str, Any] = {}
     for name, strategy in strategies.items():
-        raw = with_values(Language, strategy, world, seed=6 if name == "another seed" else 5)
+        raw = build_for(strategy.name, Language, world, seed=6 if name == "another seed" else 5)
         model = strategy.prepare(raw)
         state = _copied(strategy.state_dict(model)["model"], whole=True)
         told[name] = zlib.crc32(repr([state[key].tolist() for key in sorted(state)]).encode())

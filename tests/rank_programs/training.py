@@ -85,7 +85,12 @@ def make(
         loss=LOSSES[kind],
         optimizer=how.pop("optimizer", sgd),
         data=how.pop("loader", None)
-        or BatchLoader(sentences(), world, global_batch_size=GLOBAL_BATCH, accumulation=2),
+        or BatchLoader(
+            sentences(),
+            world,
+            global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=-(-GLOBAL_BATCH // (2 * world.world_size)),
+        ),
         strategy=strategy,
         clip_norm=0.5,
         reports=Reports(

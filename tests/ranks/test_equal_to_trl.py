@@ -12,7 +12,7 @@ from made_up_worlds import made_up_world
 from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.conftest import Torchrun
-from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
+from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.text import TextFormat, open_files, rows_of
 from torchmuster.train.data.tokenizers import TransformersTokenizer
 
@@ -56,7 +56,8 @@ def write_rows(path: Path, model: Path, text: Path) -> None:
     loader = loader_for(
         rows_of(open_files(str(text), format_.record), format_),
         made_up_world(),
-        LoaderSpec(global_batch_size=BATCH, shuffle=False),
+        global_batch_size=BATCH,
+        shuffle=False,
     )
     lines = []
     for epoch in range(9):

@@ -21,7 +21,6 @@ from ranks.launched import LAUNCHERS
 pytestmark = pytest.mark.ranks
 
 PLAIN = Path(__file__).with_name("kinds_of_hang.py")
-LIBRARY_SCRIPTS = Path(__file__).with_name("library_scripts")
 
 
 @contextlib.contextmanager
@@ -146,34 +145,3 @@ def test_slow_ranks_that_are_well_are_not_accused(own_machine: Path, muster: Mus
         wait_for(own_machine / "uneven_steps.holds")
         code, finding, _ = examined(muster, pid)
     assert (code, finding["name"]) == (0, "ranks-move")
-
-
-@pytest.mark.integrations
-@pytest.mark.nightly
-def test_a_hugging_face_trainer_that_waits_for_a_sample(own_machine: Path, muster: Muster) -> None:
-    with under_torchrun(own_machine, LIBRARY_SCRIPTS / "hf_hangs.py") as pid:
-        wait_for(own_machine / "holds")
-        code, finding, ranks = examined(muster, pid)
-    assert (code, finding["name"]) == (1, "rank-elsewhere"), finding
-    (late,) = [rank for rank, one in ranks.items() if not one["waits_for_ranks"]]
-    assert finding["what"].startswith(f"rank {late} on ")
-    place = f"train.py:{line_of(own_machine, 'time.sleep(0.1)')} in read_late_sample"
-    assert ranks[late]["place"] == place
-    assert ranks[late]["phase"] == "loading data"
-    assert ranks[1 - late]["doing"] == "all_reduce"
-    assert "train()" in ranks[1 - late]["source"]
-
-
-@pytest.mark.nightly
-def test_a_lightning_module_in_which_a_rank_skips_a_collective(
-    own_machine: Path, muster: Muster
-) -> None:
-    with under_torchrun(own_machine, LIBRARY_SCRIPTS / "lightning_hangs.py") as pid:
-        wait_for(own_machine / "holds")
-        code, finding, ranks = examined(muster, pid)
-    assert code == 1, finding
-    assert finding["name"] == "collectives-differ", finding
-    assert ranks[0]["place"].endswith(" in share_score")
-    assert ranks[0]["doing"] in ("broadcast_object_list", "barrier")
-    assert ranks[1]["doing"] == "all_reduce"
-    assert ranks[1]["phase"] == "backward"

@@ -91,7 +91,7 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
             assert "in hold" in (hang.folder / "rank-1.stacks.txt").read_text()
             assert (hang.folder / "rank-0.flight.json").exists()
             (command.folder / f"{kind}.over").touch()
-            command.wait_for_more("rank 1 continues after")
+            command.wait_for_more("the ranks continue after")
         command.wait_for_more("rank 1 on", "has been stopped for")
         command.wait_for_more("fix  on ")
         found = re.search(r"kill -CONT (\d+)", command.lines[-1])

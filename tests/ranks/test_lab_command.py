@@ -1,6 +1,5 @@
 """``muster lab check`` and ``report``, as a learner runs them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -34,10 +33,9 @@ def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path
     assert grade.points == 16
 
     at.file.write_text(lesson.solution(), encoding="utf-8")
-    only = muster("lab", "check", "--only", "verify_gpu_communication", "--json")
+    only = muster("lab", "check", "--only", "verify_gpu_communication")
     assert only.code == 0
-    told = json.loads(only.out)
-    assert (told["lab"], told["points"], told["of"]) == ("communication", 4, 4)
+    assert "verify_gpu_communication (4 of 4 points)" in only.out
     assert at.grade() == grade  # one exercise is not the whole lab
 
     done = muster("lab", "check", "communication")
@@ -48,4 +46,4 @@ def test_from_a_gap_to_all_points_and_a_report(muster: Muster, own_machine: Path
         "report: labs/communication/report.html\n"
         "3 questions left: answer them in labs/communication/answers.md, then rerun\n"
     )
-    assert "20 of 20 points." in at.report.read_text()
+    assert "20 of 20 points" in at.report.read_text()

@@ -90,32 +90,6 @@ def test_every_hint_is_planted_and_names_belong_to_one_lab() -> None:
     assert set(general_hints()) - {"not-done"} <= everywhere
 
 
-SLOW = """\
-import pathlib, time
-from torchmuster.labs.testing import exercise
-
-@exercise
-def test_dataloader(submission):
-    while not pathlib.Path({said!r}).exists():
-        time.sleep(0.01)
-"""
-
-
-def test_code_that_takes_long_is_said_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grading, "_SAY_EVERY_S", 0.05)
-    lesson, said = course.lesson("ddp"), tmp_path / "said"
-    tests, file = tmp_path / "test_ddp.py", tmp_path / "ddp.py"
-    tests.write_text(SLOW.format(said=str(said)))
-    file.write_text(lesson.solution())
-    (verdict,) = grading.grade(
-        lesson, file, ["dataloader"], tests=tests, deadline_s=DEADLINE_S, say=said.write_text
-    )
-    assert verdict == Verdict(exercise="dataloader")
-    assert "your code has been running for" in said.read_text()
-
-
 def test_pytest_runs_the_tests_of_a_lab(tmp_path: Path) -> None:
     lab = workspace.start_workspace(course.lesson("gpu-basics"), tmp_path)
     mistaken = lab.lesson.solution().replace("2 * size**3", "size**3")

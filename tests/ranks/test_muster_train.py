@@ -157,31 +157,6 @@ def test_what_only_ranks_can_find_out_is_told_as_it_is(
     assert state.phase == "failed"
 
 
-@pytest.mark.nightly
-def test_ranks_with_other_settings_end_together(
-    torchrun: Torchrun, folder: Path, snapshot: SnapshotAssertion
-) -> None:
-    (folder / "start.py").write_text(
-        "import os, sys, time\n"
-        "from pathlib import Path\n"
-        "from torchmuster.worker.__main__ import main\n"
-        "try:\n"
-        "    main(['--set', 'model.build=own:model', '--set', 'data.dataset=own:data',\n"
-        "          '--device', 'cpu', '--set', 'train.seed=' + os.environ['RANK']])\n"
-        "except SystemExit as refusal:\n"
-        "    sys.stderr.write(f'{refusal}\\n')\n"
-        "    Path('said-' + os.environ['RANK']).touch()\n"
-        # torchrun ends the other one as soon as it sees the first that failed.
-        "    while len(list(Path().glob('said-?'))) < 2: time.sleep(0.05)\n"
-        "    sys.exit(1)\n"
-    )
-    done = torchrun("start.py")
-    assert done.code == 1
-    told = line_with(done.err, "rank 1 ", "rank 0: ", "train.seed is 1, not 0")
-    assert done.err.count(f"{told}\n") == 2
-    assert [told, line_with(done.err, "TORCHMUSTER_ variables")] == snapshot
-
-
 def test_what_needs_no_ranks_is_told_before_they_start(
     muster: Muster, folder: Path, snapshot: SnapshotAssertion
 ) -> None:

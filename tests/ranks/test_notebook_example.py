@@ -43,8 +43,3 @@ def test_all_gather_by_a_store_and_by_ranks(
         "[rank 0] gathered=[0, 1] device=cpu",
         "[rank 1] gathered=[0, 1] device=cpu",
     ]
-
-
-def test_it_is_kept_without_outputs() -> None:
-    notebook = nbformat.read(EXAMPLES / "all_gather.ipynb", as_version=4)
-    assert [cell for cell in notebook.cells if cell.get("outputs")] == []

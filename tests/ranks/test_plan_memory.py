@@ -208,7 +208,6 @@ def test_real_steps_tell_memory_and_time_of_every_rank(
     case = cases.Case(**CASES[name])
     told = real_ranks.run_real_steps(case.work(tmp_path), case.candidate(), steps=2)
     assert [one.rank for one in told] == [0, 1]
-    assert {one.device for one in told} == {"cpu"}
     for one, peak in zip(told, measured(name), strict=True):
         # What is followed in Python agrees with what torch's allocator gave out, in steady state.
         assert one.peak_bytes == pytest.approx(peak, rel=EXACT)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from batch_size_cases import write_model
 from muster_command import Muster
+from own_training import write_model
 
 pytestmark = pytest.mark.ranks
 

@@ -1,12 +1,10 @@
 """Runs that are asked to end save after one and the same step, and say how to go on."""
 
-import contextlib
 import json
 import re
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
@@ -45,7 +43,7 @@ with join_world("cpu") as world, StopRequest(world) as stop:
         if stop.due(step):
             time.sleep(0.5)  # saving takes a while
             Path(f"saved-{world.global_rank}").write_text(str(step))
-            raise StoppedAtRequest(step, stop.words)
+            raise StoppedAtRequest(step, stop.origin)
 """
 
 
@@ -68,29 +66,6 @@ def test_a_warning_makes_all_ranks_save_and_end_with_the_code_for_going_on(
     words = "saved ", f"step {step} ", "(SIGUSR1 to the launcher)"
     assert _without_numbers(line_with(result.err, *words)) == snapshot
     assert "failure" not in result.err
-    _is_written_down(run, step)
-
-
-@pytest.mark.nightly
-def test_a_demand_to_every_process_of_a_run_lets_it_save(
-    folder: Path, snapshot: SnapshotAssertion
-) -> None:
-    with launched(folder, *cpu("saving.py", *GRACE)) as run:
-        run.wait_for("training 0", "training 1")
-        others = [one for one in run.alive() if one.pid != run.process.pid]
-        run.send(signal.SIGTERM)
-        run.send(signal.SIGTERM)  # by another way, and at once: still the same request
-        for process in others:  # as some schedulers do
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by now
-                process.send_signal(signal.SIGTERM)
-        result = run.end()
-        run.wait_until_nothing_lives()
-    step = _step_at_which_both_saved(folder)
-    assert result.code == 75, run
-    assert line_with(result.err, "stop requested (SIGTERM to the launcher): ") == snapshot
-    words = "saved ", f"step {step} ", "(SIGTERM to the launcher)"
-    assert _without_numbers(line_with(result.err, *words)) == snapshot
-    assert "killed by signal" not in result.out + result.err
     _is_written_down(run, step)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from muster_command import Muster
 from patience import GIVE_UP_S
-from ranks.conftest import Torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -105,39 +104,9 @@ def test_accelerate(muster: Muster, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_trl(muster: Muster, tmp_path: Path) -> None:
-    ran = run(muster, tmp_path, "trl_sft.py")
-    assert sorted(ran.losses()) == [2, 4, 6]
-    assert ran.saves() == [("transformers", 6, "checkpoint-6")]
-
-
-@pytest.mark.nightly
-def test_distributed_checkpoint(muster: Muster, tmp_path: Path) -> None:
-    ran = run(muster, tmp_path, "fsdp_dcp.py")
-    assert ran.saves() == [("DCP", 8, "state")]
-    assert ran.lines("steps")[-1]["step"] == 8
-
-
-@pytest.mark.nightly
 def test_recording_can_be_switched_off(muster: Muster, tmp_path: Path) -> None:
     script = str(SCRIPTS / "plain.py")
     switch = ("--env", "TORCHMUSTER_RECORD=0")
     done = muster("run", *TWO, *switch, script, timeout_s=_WITHIN_S)
     assert done.code == 0
     assert Ran(tmp_path, done.out).lines("steps") == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["plain", "accelerate_loop", "hf_trainer", "trl_sft"])
-def test_a_script_prints_the_losses_that_it_prints_under_torchrun(
-    muster: Muster, torchrun: Torchrun, tmp_path: Path, name: str
-) -> None:
-    plain = torchrun(str(SCRIPTS / f"{name}.py"), within_s=_WITHIN_S)
-    assert plain.code == 0, plain.err
-    losses = _any_losses(plain.out)
-    assert len(losses) >= 3
-    assert _any_losses(run(muster, tmp_path, f"{name}.py").printed) == losses
-
-
-def _any_losses(printed: str) -> list[str]:
-    return sorted(re.findall(r"loss\W{1,4}([\d.]+)", printed))

@@ -3,16 +3,13 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from patience import GIVE_UP_S
 from ranks.launched import WAITING, cpu, launched, line_with, said_by
 from torchmuster.launch.history import run_state
 
@@ -85,28 +82,6 @@ def test_a_signal_lets_the_ranks_save_and_ends_everything(
 
 
 @pytest.mark.nightly
-def test_ranks_that_ignore_the_end_are_killed_after_the_grace(folder: Path) -> None:
-    with launched(folder, *cpu("stubborn.py", "--set", "launch.grace=1")) as run:
-        run.wait_for("waiting 0", "waiting 1")
-        run.send(signal.SIGINT)
-        result = run.end()
-        run.wait_until_nothing_lives()
-    assert result.code == 130, run
-
-
-@pytest.mark.nightly
-def test_a_second_interrupt_ends_them_at_once(folder: Path) -> None:
-    with launched(folder, *cpu("stubborn.py", *LONG_GRACE)) as run:
-        run.wait_for("waiting 0", "waiting 1")
-        run.send(signal.SIGINT)
-        run.wait_for("Ctrl-C")
-        run.send(signal.SIGINT)
-        result = run.end()
-        run.wait_until_nothing_lives()
-    assert result.code == 130, run
-
-
-@pytest.mark.nightly
 def test_an_interrupt_while_it_is_starting_leaves_nothing(folder: Path) -> None:
     with launched(folder, *cpu("waiting.py")) as run:
         run.wait_for("2 ranks started")  # the agent is importing torch
@@ -158,16 +133,6 @@ def test_stop_ends_a_run_and_says_so(
     assert again.code == 0
     assert run.run.id in again.err
     assert again.err == snapshot
-
-
-@pytest.mark.nightly
-def test_stop_of_a_run_that_is_starting(folder: Path, muster: Muster) -> None:
-    with launched(folder, *cpu("waiting.py", *LONG_GRACE)) as run:
-        run.wait_for("2 ranks started")
-        stopped = muster("stop", "last")
-        assert stopped.code == 0, stopped
-        assert run.end().code == 143
-        run.wait_until_nothing_lives()
 
 
 @pytest.mark.nightly
@@ -250,30 +215,3 @@ def test_a_run_under_nohup_outlives_its_terminal(folder: Path) -> None:
         run.wait_for("there")
         os.kill(run.process.pid, signal.SIGHUP)
         assert run.end().code == 0
-
-
-@pytest.mark.nightly
-def test_a_detached_run_that_is_left_early_goes_on(folder: Path, muster: Muster) -> None:
-    with launched(folder, *cpu("waiting.py", "--detach")) as run:
-        until = time.monotonic() + GIVE_UP_S
-        while run.process.poll() is None and not psutil.Process(run.process.pid).children():
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        run.send(signal.SIGINT)
-        left = run.end()
-        assert left.code == 0, left
-        assert "to stop it:" in left.err
-        assert muster("stop", "last").code == 0
-
-
-@pytest.mark.nightly
-def test_a_full_disk_does_not_make_a_good_run_a_bad_one(folder: Path) -> None:
-    (folder / "removes.py").write_text(
-        "import os, pathlib, shutil\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    [shutil.rmtree(one) for one in pathlib.Path('runs').iterdir()]\n"
-    )
-    with launched(folder, *cpu("removes.py", ranks=1)) as run:
-        done = run.end()
-        assert done.code == 0, done
-        assert "finished in" in done.err

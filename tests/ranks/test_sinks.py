@@ -81,14 +81,6 @@ def _curve(run: RunFolder, tag: str) -> list[int]:
     return [one.step for one in seen.Scalars(tag)]
 
 
-@pytest.mark.nightly
-def test_a_run_that_is_killed_and_goes_on_is_one_curve(folder: Path) -> None:
-    run = _killed_and_gone_on(folder, ("tensorboard",))
-    every = list(range(1, STEPS + 1))
-    assert steps_of(run) == every
-    assert _curve(run.run, "train/loss") == every
-
-
 @needs_mlflow_server
 def test_a_real_mlflow_server_takes_a_run(
     own_machine: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

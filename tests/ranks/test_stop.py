@@ -129,17 +129,6 @@ def test_a_scheduler_that_signals_the_node_agent_alone_stops_the_run(folder: Pat
 
 
 @pytest.mark.nightly
-def test_a_rank_that_exits_first_does_not_cost_the_other_a_second_signal(folder: Path) -> None:
-    env = {"SAVES_S_0": "0", "SAVES_S_1": "4", "CODE": "3"}
-    with launched(folder, *cpu("saving.py"), env=env) as run:
-        run.wait_for("waiting 0", "waiting 1")
-        run.send(signal.SIGTERM)
-        result = run.end()
-    assert signals(folder) == ["SIGTERM", "SIGTERM"]
-    assert result.code == 143, run
-
-
-@pytest.mark.nightly
 def test_a_stop_request_during_a_failure_sends_no_second_signal(folder: Path) -> None:
     with launched(folder, *cpu("saving.py"), env={"FAILS": "0", "SAVES_S": "15"}) as run:
         run.wait_for("waiting 1")
@@ -223,17 +212,3 @@ def test_ranks_that_had_to_be_killed_are_named(
     assert findings["ranks-killed"]["status"] == "warning"
     assert "rank 1 " in findings["ranks-killed"]["what"]
     assert "SIGTERM to the launcher" in findings["run-stopped"]["what"]
-
-
-@pytest.mark.nightly
-def test_a_second_request_kills_them_and_is_no_fault_of_theirs(folder: Path) -> None:
-    with launched(folder, *cpu("ignores.py", "--set", "launch.grace=100")) as run:
-        run.wait_for("waiting 0", "waiting 1")
-        run.send(signal.SIGINT)
-        run.wait_for("Ctrl-C")
-        run.send(signal.SIGINT)
-        result = run.end()
-    assert result.code == 130, run
-    state = run_state.read_state(run.run)
-    assert state is not None
-    assert 1 in state.killed_ranks

@@ -1,6 +1,5 @@
 """The store of the ranks outlives rank 0, needs no descriptor in the ranks, and has a port of its own."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,12 +77,6 @@ def test_wrapper_may_close_all_descriptors(own_machine: Path) -> None:
     assert "[all 2 ranks] sum 3.0" in output
 
 
-def test_module_finds_the_store(own_machine: Path) -> None:
-    (own_machine / "train.py").write_text(SUM)
-    output = output_of(muster(own_machine, *CPU, "-m", "train"))
-    assert "[all 2 ranks] sum 3.0" in output
-
-
 def test_rank_0_may_end_first(own_machine: Path) -> None:
     (own_machine / "train.py").write_text(RANK_0_LEAVES)
     output = output_of(muster(own_machine, "run", "--device", "cpu", "--ranks", "3", "train.py"))
@@ -135,12 +128,3 @@ def test_store_that_ends_ends_the_run(own_machine: Path) -> None:
     output, _ = run.communicate(timeout=GIVE_UP_S)
     assert run.returncode == 1
     assert "the ranks' store exited with code -9" in output
-
-
-def test_environment_names_the_store(own_machine: Path) -> None:
-    (own_machine / "train.py").write_text(
-        "import os\nprint(os.environ['TORCHELASTIC_USE_AGENT_STORE'], flush=True)\n"
-    )
-    output = output_of(muster(own_machine, *CPU, "train.py"))
-    assert "True" in output
-    assert os.environ.get("TORCHELASTIC_USE_AGENT_STORE") is None

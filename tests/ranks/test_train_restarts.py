@@ -36,8 +36,8 @@ class Rows(torch.utils.data.Dataset):
         return 320
     def __getitem__(self, row):
         time.sleep(0.01)
-        if row == 77 and os.path.exists("broken"):
-            raise ValueError("row 77 is broken")
+        if row == 248 and os.path.exists("broken"):  # of step 7, after the first save
+            raise ValueError("row 248 is broken")
         return torch.full((4,), row / 320), row % 3
 
 def data():
@@ -131,7 +131,7 @@ def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
     assert f"with the same error; the last good checkpoint is step {saved}" in reason
     state = run_state.read_state(run.run)
     assert state is not None
-    assert "ValueError: row 77 is broken" in state.headline
+    assert "ValueError: row 248 is broken" in state.headline
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import tiny_models
-from muster_command import Muster
 from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import trained_models
@@ -102,13 +101,6 @@ def assert_equal(loaded: Mapping[str, torch.Tensor], trained: torch.Tensor, *, l
         torch.testing.assert_close(logits, trained, rtol=1e-5, atol=1e-5, msg=how)
 
 
-@pytest.mark.nightly
-def test_final_is_the_trained_model(trained: Trained, run_ranks: RunRanks) -> None:
-    (loaded,) = run_ranks(trained_models.load, 1, {one: str(trained.final(one)) for one in RUNS})
-    for run, logits in loaded.items():
-        assert_equal(logits, trained.logits[run], lora=run in LORA_RUNS)
-
-
 def test_an_export_is_the_trained_model(
     trained: Trained, exported: Mapping[str, Path], run_ranks: RunRanks
 ) -> None:
@@ -144,40 +136,3 @@ def test_tokenizer_and_generation_files_come_along(
 def test_an_adapter_names_its_base_model_wherever_it_is_loaded(trained: Trained) -> None:
     described = json.loads((trained.final("lora-ddp") / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(trained.source("lora-ddp"))
-
-
-@pytest.mark.nightly
-def test_the_command_checks_what_it_exports_and_merges(
-    trained: Trained, run_ranks: RunRanks, muster: Muster, tmp_path: Path
-) -> None:
-    for run, flags in (("full-ddp", []), ("lora-ddp", []), ("lora-fsdp", ["--merge"])):
-        done = muster("checkpoint", "export", str(trained.runs[run].path), *flags, "--to", run)
-        assert done.code == 0, done.err
-        assert "warning" not in done.err
-    names = {one.name for one in (tmp_path / "lora-fsdp").iterdir()}
-    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
-    assert not {one for one in names if one.startswith("adapter")}
-    folders = {one: str(tmp_path / one) for one in ("full-ddp", "lora-ddp", "lora-fsdp")}
-    (loaded,) = run_ranks(trained_models.load, 1, folders)
-    for run, logits in loaded.items():
-        assert_equal(logits, trained.logits[run], lora=run == "lora-ddp")
-
-
-@pytest.mark.nightly
-def test_a_damaged_adapter_is_not_exported(
-    trained: Trained, muster: Muster, tmp_path: Path
-) -> None:
-    """peft would leave out what it does not find, and give the base model's answers."""
-    run = trained.runs["lora-ddp"]
-    config = run.model / "adapter_config.json"
-    before = config.read_text()
-    described = json.loads(before)
-    config.write_text(json.dumps({**described, "target_modules": ["q_proj", "k_proj", "v_proj"]}))
-    try:
-        done = muster("checkpoint", "export", str(run.path), "--to", "out")
-    finally:
-        config.write_text(before)
-    assert done.code == 1
-    assert "its weights do not match the config" in done.err
-    assert "k_proj.lora_A.weight" in done.err
-    assert not (tmp_path / "out").exists()

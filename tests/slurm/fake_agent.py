@@ -39,10 +39,7 @@ async def serve(place: int) -> None:
     launcher = await connect_as(place)
     record = protocol.NodeRecord(
         host=os.environ["SLURMD_NODENAME"],
-        user="root",
-        pid=os.getpid(),
         system="linux",
-        machine="x86_64",
         python="3.11",
         torch=None,
         torchmuster="0",

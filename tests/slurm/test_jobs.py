@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from slurm.slurm_lab import SlurmLab
-from torchmuster.errors import ExitCode, Impossible, MusterError
+from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm import jobs
-from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.schedulers.slurm.jobs import JobState, follow_job, job_state
 from torchmuster.launch.schedulers.slurm.submit import cancel_job, log_of, render_script, submit_job
 
@@ -97,20 +96,6 @@ def test_a_job_is_followed_from_the_queue_to_its_end(
     assert states(seen)[-1] == "COMPLETED None node[1-3]"
 
 
-@pytest.mark.nightly
-def test_a_folder_with_any_name_serves(cluster: SlurmLab, start: Submit, tmp_path: Path) -> None:
-    folder = tmp_path / "a \"b\" 'c' #d $(id) ü"
-    job = start("exit", "0", folder=folder)
-    assert states(list(follow(job, folder)))[-1].startswith("COMPLETED")
-    assert printed(log_of(job, folder / "runs"))[0]["folder"] == str(folder)
-
-
-@pytest.mark.nightly
-def test_a_failure_has_slurm_s_words(cluster: SlurmLab, start: Submit, tmp_path: Path) -> None:
-    job = start("exit", "7")
-    assert states(list(follow(job, tmp_path)))[-1] == "FAILED NonZeroExitCode node1"
-
-
 def test_cancelling_ends_the_program_politely(
     cluster: SlurmLab, start: Submit, tmp_path: Path
 ) -> None:
@@ -121,14 +106,6 @@ def test_cancelling_ends_the_program_politely(
     assert states(list(events))[-1].startswith("CANCELLED")
     assert {"signal": "SIGTERM"} in printed(log_of(job, tmp_path / "runs"))
     cancel_job(job)  # once more does no harm
-
-
-@pytest.mark.nightly
-def test_cancelling_what_does_not_exist_is_an_error(cluster: SlurmLab) -> None:
-    with pytest.raises(MusterError, match="cannot cancel job 999999") as caught:
-        cancel_job("999999")
-    assert "Invalid job id" in caught.value.why
-    assert job_state("999999") == JobState(text="")
 
 
 def test_why_a_job_waits_is_in_slurm_s_words(
@@ -149,16 +126,6 @@ def test_what_slurm_refuses_has_its_words(cluster: SlurmLab, start: Submit) -> N
         start("exit", "0", sbatch=("--partition=nosuch",))
     assert "Invalid partition name specified" in caught.value.why
     assert caught.value.exit_code == ExitCode.IMPOSSIBLE
-
-
-@pytest.mark.nightly
-def test_the_warning_reaches_the_program_itself(
-    cluster: SlurmLab, start: Submit, tmp_path: Path
-) -> None:
-    # Slurm looks every few seconds, and warns that much early: of a minute, 57 s before its end.
-    job = start("wait", "300", sbatch=("--time=1", "--signal=B:USR1@57"))
-    until(follow(job, tmp_path), "SIGUSR1")
-    assert {"signal": "SIGTERM"} not in printed(log_of(job, tmp_path / "runs"))
 
 
 def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
@@ -199,24 +166,6 @@ def test_a_node_that_fails(
     else:
         assert states(list(events))[-1].startswith("NODE_FAIL")
     assert "DUE TO NODE FAILURE" in log_of(job, tmp_path / "runs").read_text()
-
-
-@pytest.mark.nightly
-def test_inside_a_job_its_allocation_is_known(
-    cluster: SlurmLab, start: Submit, tmp_path: Path
-) -> None:
-    job = start("allocation", nodes=2, sbatch=("--gpus-per-node=3", "--cpus-per-task=2"))
-    assert states(list(follow(job, tmp_path)))[-1].startswith("COMPLETED")
-    known = Allocation(
-        job=job,
-        nodes=("node1", "node2"),
-        gpus=(3, 3),
-        cores=2,
-        tasks_per_node=1,
-        copies=1,
-        restarts=0,
-    )
-    assert printed(log_of(job, tmp_path / "runs"))[1]["allocation"] == repr(known)
 
 
 @pytest.mark.nightly

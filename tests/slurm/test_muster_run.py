@@ -176,24 +176,6 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
 
 
 @pytest.mark.nightly
-def test_a_warning_to_the_steps_reaches_every_rank_too(cluster: SlurmLab, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WARNED)
-    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
-        log = tmp_path / "runs" / f"slurm-{job}.log"
-        await_until(lambda: began(log) == 2, "both ranks' first line")
-        cluster.run("scancel", "--signal=USR1", job)  # as --signal=USR1@… does without B:
-        await_until(lambda: any(f"job {job}: COMPLETED" in line for line in lines), "the job's end")
-    assert sum("warned" in line for line in lines) >= 1
-    assert not any("failure" in line for line in lines), lines
-
-
-def began(log: Path) -> int:
-    """How many ranks have printed their first line."""
-    text = log.read_text() if log.exists() else ""
-    return 2 if "[all 2 ranks] running" in text else len(re.findall(r"\[rank \d\] running", text))
-
-
-@pytest.mark.nightly
 def test_more_gpus_than_the_job_has_is_one_sentence(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     before = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2")

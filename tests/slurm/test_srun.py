@@ -3,17 +3,15 @@
 import asyncio
 import os
 import re
-import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from patience import GIVE_UP_S
-from slurm.slurm_lab import SlurmLab, await_until
+from slurm.slurm_lab import SlurmLab
 from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm import allocation as allocations
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
@@ -31,11 +29,18 @@ def at_node1(cluster: SlurmLab) -> Iterator[None]:
         yield
 
 
-def allocate(cluster: SlurmLab, *options: str) -> Allocation:
+PER_TASK = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_NODE": "4"}
+
+
+def allocate(
+    cluster: SlurmLab, *options: str, variables: Mapping[str, str] | None = None
+) -> Allocation:
+    """Return an allocation as a shell of salloc sees it, with these variables of Slurm."""
     said = cluster.run("salloc", "--no-shell", *options)
     job = said.split("Granted job allocation ")[1].split()[0]
     nodes = cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
-    found = allocations.allocation_here({"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": nodes})
+    usual = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": nodes}
+    found = allocations.allocation_here({**usual, **(variables or {})})
     assert found is not None
     return found
 
@@ -146,18 +151,19 @@ def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "options",
+    ("options", "variables"),
     [
-        ("-N3", "--gpus-per-node=4"),
-        ("-N3", "--gres=gpu:a100:4"),
-        ("-N3", "--ntasks-per-node=4", "--gpus-per-task=1"),
-        ("-N3", "--ntasks-per-node=4", "--gpus-per-task=1", "--gpu-bind=single:1"),
+        (["--gpus-per-node=4"], {"SLURM_GPUS_PER_NODE": "4"}),
+        (["--gres=gpu:a100:4"], {}),
+        (["--ntasks-per-node=4", "--gpus-per-task=1"], PER_TASK),
+        (["--ntasks-per-node=4", "--gpus-per-task=1", "--gpu-bind=single:1"], PER_TASK),
     ],
 )
-def test_every_agent_has_all_gpus_of_its_node(cluster: SlurmLab, options: Sequence[str]) -> None:
+def test_every_agent_has_all_gpus_of_its_node(
+    cluster: SlurmLab, options: Sequence[str], variables: Mapping[str, str]
+) -> None:
     async def scene() -> None:
-        allocation = allocate(cluster, *options)
-        assert allocation.gpus == (4, 4, 4)
+        allocation = allocate(cluster, "-N3", *options, variables=variables)
         # As inside a job: srun would take these for its own options.
         inherited = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "12"}
         transport = SrunTransport(allocation, agent=FAKE, environment={**os.environ, **inherited})
@@ -191,81 +197,6 @@ def test_an_agent_that_is_killed_is_named_and_the_others_go_on(cluster: SlurmLab
 
 
 @pytest.mark.nightly
-def test_an_agent_that_fails_is_heard_to_its_last_word(cluster: SlurmLab) -> None:
-    async def scene() -> None:
-        async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
-            await agents.channels[2].send(protocol.Signal(name="FAIL"))
-            assert await hear(agents.channels[2]) == protocol.Alive(waiting_for="last words")
-            assert await hear(agents.channels[2]) is None
-            own, slurms = (await cause(agents.channels[2])).splitlines()
-            assert own == "no reason to live"
-            assert slurms.startswith("srun: error: node3: ")
-
-    asyncio.run(scene())
-
-
-@pytest.mark.nightly
-def test_the_agents_end_with_their_srun(cluster: SlurmLab) -> None:
-    async def scene() -> None:
-        async with agents_on(SrunTransport(allocate(cluster, "-N3"), agent=FAKE), 3) as agents:
-            (srun,) = [one for one in psutil.Process().children() if one.name() == "srun"]
-            srun.send_signal(signal.SIGKILL)
-            for channel in agents.channels.values():
-                assert await hear(channel) is None
-                assert await cause(channel) == "srun exited with code -9"
-            pids = [hello.record.pid for hello in agents.hellos.values()]
-            await_until(lambda: not any(map(psutil.pid_exists, pids)), "the node agents are gone")
-
-    asyncio.run(scene())
-
-
-@pytest.mark.nightly
-def test_the_real_agent_is_reached_on_every_node(cluster: SlurmLab) -> None:
-    async def scene() -> None:
-        async with agents_on(SrunTransport(allocate(cluster, "-N3")), 3) as agents:
-            hosts = [agents.hellos[place].record.host for place in range(3)]
-            assert hosts == ["node1", "node2", "node3"]
-            await asyncio.gather(
-                *(
-                    one.send(protocol.Leave(exit_code=0, words=""))
-                    for one in agents.channels.values()
-                )
-            )
-            for channel in agents.channels.values():
-                while await hear(channel) is not None:
-                    pass
-                assert await cause(channel) == "srun exited with code 0"
-
-    asyncio.run(scene())
-
-
-@pytest.mark.nightly
-def test_closing_lets_the_agents_end_by_themselves(cluster: SlurmLab) -> None:
-    async def scene() -> None:
-        transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE, patience_s=GIVE_UP_S)
-        async with agents_on(transport, 3) as agents:
-            await transport.close()
-            for place, channel in agents.channels.items():
-                assert await hear(channel) is None
-                assert f"place {place} heard the end" in channel.why_closed()
-
-    asyncio.run(scene())
-
-
-@pytest.mark.nightly
-def test_a_cancelled_job_closes_all_channels_with_slurms_words(cluster: SlurmLab) -> None:
-    async def scene() -> None:
-        allocation = allocate(cluster, "-N3")
-        async with agents_on(SrunTransport(allocation, agent=FAKE), 3) as agents:
-            cluster.run("scancel", allocation.job)
-            for channel in agents.channels.values():
-                assert await hear(channel) is None
-            assert "CANCELLED" in agents.channels[0].why_closed()
-
-    asyncio.run(scene())
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("agent", "why", "fix"),
     [
@@ -294,24 +225,5 @@ def test_what_cannot_be_started_is_given_up_with_the_cause(
         finally:
             await transport.close()
         assert agents.channels == {}
-
-    asyncio.run(scene())
-
-
-@pytest.mark.nightly
-def test_a_job_that_has_ended_is_given_up(cluster: SlurmLab) -> None:
-    async def scene() -> None:
-        allocation = allocate(cluster, "-N3")
-        cluster.clear()
-        transport = SrunTransport(allocation, agent=FAKE)
-        try:
-            await transport.open(Agents().arrive)
-            while transport.gave_up(0) is None:
-                await asyncio.wait_for(asyncio.sleep(0.05), GIVE_UP_S)
-            trouble = transport.gave_up(0)
-            assert trouble is not None
-            assert trouble.fix == f"job {allocation.job} has ended; submit it again"
-        finally:
-            await transport.close()
 
     asyncio.run(scene())

@@ -2,11 +2,12 @@
 
     PYTHONPATH=tests python tests/stress/line_crowd.py FOLDER ARRIVALS SEED
 
-Each job is a process of its user. The witness of ``claims_crowd.py`` checks that no GPU is granted twice. A reboot kills
+Each job is a process of its user. A witness checks that no GPU is granted twice. A reboot kills
 all jobs and deletes the claims; the jobs that have not ended arrive again. The
 program prints one JSON line with what happened.
 """
 
+import fcntl
 import json
 import os
 import pwd
@@ -20,18 +21,53 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from stress.claims_crowd import Witness, look
 from torchmuster.devices import tickets
 from torchmuster.devices.acquire import acquire_devices
 from torchmuster.devices.claims import Claims
+from torchmuster.devices.model import Node
+from torchmuster.devices.readers import cpu, nvml
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.tickets import read_tickets
 from torchmuster.errors import MusterError
 
 USERS = [pwd.getpwnam(name) for name in ("nobody", "daemon", "bin")]
+CPU = cpu.read_cpu()
 AT_ONCE = 14
 LONG_WAIT_S = 3.0
 _WITHIN_S = 900.0
+
+
+def look() -> Node:
+    """The GPUs and their links through the real binding, without what else a machine has."""
+    seen = nvml.read_nvml()
+    return Node(
+        hostname="crowd",
+        taken_unix_s=time.time(),
+        accelerators=seen.devices,
+        cpu=CPU,
+        links=seen.links,
+    )
+
+
+class Witness:
+    """Says whether anybody else believes to own a GPU.
+
+    Opened before any claim: the kernel closes a dead process's files in ascending order, so the
+    witness's locks are gone before the claims are.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+
+    def enter(self, gpu: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, gpu)
+        except OSError:
+            return False
+        return True
+
+    def leave(self, gpu: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, gpu)
 
 
 class Cancelled(BaseException):

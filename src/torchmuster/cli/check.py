@@ -4,12 +4,11 @@ import dataclasses
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import jobs, output, slurm_run
 from torchmuster.cli.launch_options import JoinOptions
-from torchmuster.cli.launching import hosts_for
+from torchmuster.cli.launching import job_and_transport
 from torchmuster.cli.options import command, flag
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.setting_options import settings_of
@@ -33,7 +32,6 @@ class CheckOptions(JoinOptions):
     """The flags of ``muster check``."""
 
     quick: bool = flag("check hosts and connections, start no ranks", default=False)
-    html: Path | None = flag("also write the report to FILE", parse=Path, metavar="FILE")
 
 
 @command(
@@ -51,8 +49,6 @@ class CheckOptions(JoinOptions):
 )
 def run(options: CheckOptions) -> int:
     """Check the hosts and return the exit code."""
-    if options.html is not None:
-        output.refuse_unwritable(options.html)
     resolved = settings_of(options)
     spec = jobs.job_from(
         options,
@@ -64,7 +60,7 @@ def run(options: CheckOptions) -> int:
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
     on_cpu = spec.device == "cpu" or not jobs.sees_gpus()
-    spec, transport = hosts_for(options, spec, resolved)
+    spec, transport = job_and_transport(options, spec, resolved)
     if len(transport.places) < 2 and spec.ranks is None and on_cpu:
         # One rank has no other rank to communicate with.
         spec = dataclasses.replace(spec, ranks=RANKS_ON_A_CPU)
@@ -73,7 +69,6 @@ def run(options: CheckOptions) -> int:
         transport,
         create_run_folder(options.runs, spec.name),
         quick=options.quick,
-        html=options.html,
         as_json=options.json,
     )
 
@@ -84,12 +79,11 @@ def examine(
     run: RunFolder,
     *,
     quick: bool,
-    html: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Check the hosts of a job, print the result, and return its exit code."""
     from torchmuster.diagnose.group import GroupCheck
-    from torchmuster.launch.launcher.launch import launch
+    from torchmuster.launch.launcher.launch import run_task
 
     # Blocked connections are tried again, so each try can be shorter than in a run.
     spec = dataclasses.replace(
@@ -97,17 +91,15 @@ def examine(
     )
     console = jobs.console_for(run)
     check = GroupCheck(spec, transport, console, run, quick=quick)
-    code = launch(check, console)
+    code = run_task(check, console)
     result = check.result
     if result is not None:
         shown = code in (ExitCode.GOOD, ExitCode.FAILED)
-        _tell_check(result, run, html=html, as_json=as_json, shown=shown)
+        _tell_check(result, run, as_json=as_json, shown=shown)
     return code
 
 
-def _tell_check(
-    result: "GroupResult", run: RunFolder, *, html: Path | None, as_json: bool, shown: bool
-) -> None:
+def _tell_check(result: "GroupResult", run: RunFolder, *, as_json: bool, shown: bool) -> None:
     """Write the report and print the result, unless the launcher has already printed the error."""
     from torchmuster.diagnose import report
     from torchmuster.diagnose.result import failing_hosts, headline
@@ -120,12 +112,10 @@ def _tell_check(
             report.check_text(result, width=width, colour=output.wants_colour(sys.stdout))
         )
         took = format_seconds(result.seconds)
-        output.print_text(f"\n{headline(result)}, in {took}; report: {html or run.report}")
+        output.print_text(f"\n{headline(result)}, in {took}; report: {run.report}")
         failing = failing_hosts(result)
         if failing and len(failing) < len(result.machines):
             output.print_text(
                 f"without the hosts that failed: sbatch --exclude={','.join(failing)} …"
             )
     report.write_check_report(run.path, result)
-    if html is not None:
-        html.write_text(report.check_page(result), encoding="utf-8")

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -90,8 +90,6 @@ class Seen:
     name: str
     manifest: Manifest | None
     findings: list[Finding]
-    # The metrics by which it is the best of its run.
-    best: Mapping[str, float] | None = None
 
     @property
     def damage(self) -> list[Finding]:
@@ -103,25 +101,6 @@ class Seen:
         if self.damage:
             return "damaged"
         return "unfinished" if self.findings else good
-
-    def cells(self) -> tuple[str, ...]:
-        """Return its row in the list."""
-        step, state, manifest = str(step_of(self.name)), self.state("complete"), self.manifest
-        if manifest is None:
-            return self.name, step, "-", "-", "-", "-", state
-        if self.best is not None:
-            metrics = [f"{harmless(name)} {value:.4g}" for name, value in self.best.items()]
-            state = f"{state}, best {', '.join(metrics)}"
-        saved = datetime.fromtimestamp(manifest.made_unix_s).astimezone()
-        return (
-            self.name,
-            step,
-            f"{saved:%Y-%m-%d %H:%M:%S}",
-            str(manifest.world_size),
-            manifest.strategy,
-            format_bytes(manifest.size_bytes),
-            state,
-        )
 
     def as_json(self, good: str) -> dict[str, object]:
         """Return it as plain JSON types."""
@@ -148,21 +127,18 @@ class Meant:
         names = newest_first(self.store)
         if not self.wanted:
             return names
+        chosen = [name for name in names if self.wanted in (name, str(step_of(name)))]
+        why = "it contains no checkpoints"
+        if names:
+            why = f"the newest are: {', '.join(names[:5])}"
         if self.wanted == BEST:
             best = best_manifest(committed_manifests(self.store))
-            if best is None:
-                raise Impossible(
-                    f"there is no best checkpoint in {self.store.where}",
-                    why="the run had no checkpoint.keep_best, or no evaluation yet",
-                    fix="give a name or a step number: muster checkpoint list shows them",
-                )
-            return [best.name]
-        chosen = [name for name in names if self.wanted in (name, str(step_of(name)))]
+            chosen = [best.name] if best else []
+            why = "the run had no checkpoint.keep_best, or no evaluation yet"
         if not chosen:
-            known = ", ".join(names[:5])
             raise Impossible(
                 f"there is no checkpoint {harmless(self.wanted)!r} in {self.store.where}",
-                why=f"the newest are: {known}" if known else "it contains no checkpoints",
+                why=why,
                 fix="give a name or a step number: muster checkpoint list shows them",
             )
         return chosen
@@ -171,17 +147,14 @@ class Meant:
         """Return the folder with the model's config and tokenizer, if the run has one."""
         return self.run.model if self.run is not None and self.run.model.is_dir() else None
 
-    def is_own_model(self) -> bool:
-        """Return whether the user's code builds the model, so that the weight names stay as is."""
-        settings = _settings_of(self.run) if self.run is not None else None
-        if settings is None:
-            return False
-        return settings.model.build is not None and settings.model.lora is None
-
-    def dtype(self) -> str:
-        """Return the dtype of the base model's weights in the run."""
-        settings = _settings_of(self.run) if self.run is not None else None
-        return (settings.model.torch_dtype if settings else None) or "float32"
+    def settings(self) -> Settings | None:
+        """Return the settings that the run was started with; None for a run of a script."""
+        if self.run is None or not self.run.config.is_file():
+            return None
+        try:
+            return resolve_settings(file=self.run.config).settings
+        except ConfigError:  # of another version; its checkpoints may still be readable
+            return None
 
 
 def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
@@ -195,27 +168,16 @@ def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
         return Meant(store=open_store(place), wanted=wanted)
     folder = Path(place)
     if folder.is_dir() and not RunFolder(folder).marker.is_file():
-        return Meant(store=open_store(folder), wanted=wanted, run=_run_above(folder))
-    run = choose_run(place, runs, "training")
-    settings = _settings_of(run)
-    given = settings.checkpoint.folder if settings else None
-    place = f"{given.rstrip('/')}/{run.id}" if given else str(run.checkpoints)
-    return Meant(store=open_store(place), wanted=wanted, run=run)
-
-
-def _run_above(folder: Path) -> RunFolder | None:
-    run = RunFolder(folder.absolute().parent)
-    return run if run.marker.is_file() else None
-
-
-def _settings_of(run: RunFolder) -> Settings | None:
-    """Return the settings that a run was started with; None for a run of a script."""
-    if not run.config.is_file():
-        return None
-    try:
-        return resolve_settings(file=run.config).settings
-    except ConfigError:  # of another version; its checkpoints may still be readable
-        return None
+        above = RunFolder(folder.absolute().parent)
+        run = above if above.marker.is_file() else None
+        return Meant(store=open_store(folder), wanted=wanted, run=run)
+    meant = Meant(store=open_store(folder), wanted=wanted, run=choose_run(place, runs, "training"))
+    assert meant.run is not None
+    settings = meant.settings()
+    saved = str(meant.run.checkpoints)
+    if settings is not None and settings.checkpoint.folder:
+        saved = f"{settings.checkpoint.folder.rstrip('/')}/{meant.run.id}"
+    return replace(meant, store=open_store(saved))
 
 
 @command(
@@ -227,26 +189,40 @@ def _settings_of(run: RunFolder) -> Settings | None:
 def list_checkpoints(options: ListOptions) -> int:
     """Print the checkpoints."""
     meant = meant_by(options.place, "", runs=options.runs)
-    found = [(name, *look_at_checkpoint(meant.store, name)) for name in meant.names()]
-    best = best_manifest(manifest for _, manifest, _ in found if manifest is not None)
     seen = []
-    for name, manifest, findings in found:
-        metrics = None
-        if best is not None and manifest is best:
-            metrics = dict(best.best or {})
-        seen.append(Seen(name=name, manifest=manifest, findings=findings, best=metrics))
+    for name in meant.names():
+        manifest, findings = look_at_checkpoint(meant.store, name)
+        seen.append(Seen(name=name, manifest=manifest, findings=findings))
+    best = best_manifest(row.manifest for row in seen if row.manifest is not None)
+    described = []
+    rows = [("name", "step", "saved", "ranks", "strategy", "size", "state")]
+    for row in seen:
+        metrics = best.best if best is not None and row.manifest is best else None
+        described.append(row.as_json("complete") | {"best": metrics})
+        rows.append(_cells(row, metrics))
     if options.json:
-        output.print_json([row.as_json("complete") | {"best": row.best} for row in seen])
-        return ExitCode.GOOD
-    if not seen:
+        output.print_json(described)
+    elif not seen:
         output.print_text(f"no checkpoints in {meant.store.where}")
-        return ExitCode.GOOD
-    head = ("name", "step", "saved", "ranks", "strategy", "size", "state")
-    output.print_table([head, *(row.cells() for row in seen)])
-    damage = [finding for row in seen for finding in row.damage]
-    if damage:
-        output.show_findings(damage, sys.stdout)
+    else:
+        output.print_table(rows)
+        damage = [finding for row in seen for finding in row.damage]
+        if damage:
+            output.show_findings(damage, sys.stdout)
     return ExitCode.GOOD
+
+
+def _cells(row: Seen, best: Mapping[str, float] | None) -> tuple[str, str, str, str, str, str, str]:
+    """Return a row of the list, with the metrics of the best checkpoint."""
+    step, state, manifest = str(step_of(row.name)), row.state("complete"), row.manifest
+    if manifest is None:
+        return row.name, step, "-", "-", "-", "-", state
+    if best:
+        metrics = [f"{harmless(name)} {value:.4g}" for name, value in best.items()]
+        state = f"{state}, best {', '.join(metrics)}"
+    saved = f"{datetime.fromtimestamp(manifest.made_unix_s).astimezone():%Y-%m-%d %H:%M:%S}"
+    size, ranks = format_bytes(manifest.size_bytes), str(manifest.world_size)
+    return row.name, step, saved, ranks, manifest.strategy, size, state
 
 
 @command(
@@ -262,8 +238,14 @@ def verify(options: VerifyOptions) -> int:
     for name in meant.names():
         row = _verified(meant.store, name)
         seen.append(row)
-        if not options.json:
-            _show_verdict(row)
+        if options.json:
+            continue
+        if row.findings or row.manifest is None:
+            output.show_findings(row.findings, sys.stdout)
+        else:
+            files = plural(len(row.manifest.files), "file")
+            size = format_bytes(row.manifest.size_bytes)
+            output.print_text(f"{name}  good: {files}, {size}, all hashes match")
     if options.json:
         output.print_json([row.as_json("good") for row in seen])
     elif not seen:
@@ -289,14 +271,17 @@ def export(options: ExportOptions) -> int:
     """Export the weights of a checkpoint and check them."""
     meant = meant_by(options.place, options.name, runs=options.runs)
     beside = meant.model_files()
-    has_adapter = beside is not None and (beside / ADAPTER_CONFIG).is_file()
-    if options.merge and not has_adapter:
+    if options.merge and (beside is None or not (beside / ADAPTER_CONFIG).is_file()):
         raise Impossible(
             "there is no LoRA adapter to merge",
             why=f"there is no {ADAPTER_CONFIG} for {meant.store.where}; only LoRA runs have one",
             fix="leave out --merge, or give a LoRA run",
         )
     manifest = _newest_good(meant)
+    model = None
+    settings = meant.settings()
+    if settings is not None:
+        model = settings.model
     checked = CheckResult()
 
     def finish(folder: Path) -> None:
@@ -309,7 +294,7 @@ def export(options: ExportOptions) -> int:
                 folder=str(folder),
                 merge=options.merge,
                 dtype=options.dtype,
-                base_dtype=meant.dtype(),
+                base_dtype=(model and model.torch_dtype) or "float32",
             )
         )
 
@@ -318,7 +303,8 @@ def export(options: ExportOptions) -> int:
         manifest,
         options.to,
         beside=beside,
-        as_it_is=meant.is_own_model(),
+        # The weights of a model that the user's code builds keep their names.
+        as_it_is=model is not None and model.build is not None and model.lora is None,
         finish=finish,
         on_bytes=_progress("written and compared", manifest),
     )
@@ -372,15 +358,6 @@ def _verified(store: Store, name: str) -> Seen:
     manifest, _ = look_at_checkpoint(store, name)
     findings = verify_checkpoint(store, name, on_bytes=_progress(f"{name}: read", manifest))
     return Seen(name=name, manifest=manifest, findings=findings)
-
-
-def _show_verdict(row: Seen) -> None:
-    if row.manifest is not None and not row.findings:
-        size = format_bytes(row.manifest.size_bytes)
-        files = plural(len(row.manifest.files), "file")
-        output.print_text(f"{row.name}  good: {files}, {size}, all hashes match")
-    else:
-        output.show_findings(row.findings, sys.stdout)
 
 
 def _progress(done: str, manifest: Manifest | None) -> Callable[[int], None]:

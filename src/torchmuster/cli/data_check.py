@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 
 from torchmuster.cli import output
 from torchmuster.config.resolve import Resolved
@@ -63,18 +64,13 @@ def show_data(report: dict[str, object]) -> None:
     if not sample:
         return
     output.say("muster: the first sample; lines with + count in the loss:")
-    shown = sample_lines([(str(text), bool(counted)) for text, counted in sample])
-    for counted, line in shown[:_SHOWN_LINES]:
-        output.say(f"      {'+' if counted else ' '} {line}")
-    if len(shown) > _SHOWN_LINES:
-        output.say(f"        … {len(shown) - _SHOWN_LINES} more lines")
-
-
-def sample_lines(sample: list[tuple[str, bool]]) -> list[tuple[bool, str]]:
-    """Split a sample into lines to print, each with whether it counts in the loss."""
     width = max(output.width() - 10, 20)
-    found = []
+    shown = []
     for text, counted in sample:
         for line in harmless(text).removesuffix("\n").split("\n"):
-            found += [(counted, line[at : at + width]) for at in range(0, max(len(line), 1), width)]
-    return found
+            for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
+                shown.append(f"      {'+' if counted else ' '} {part}")
+    for line in shown[:_SHOWN_LINES]:
+        output.say(line)
+    if len(shown) > _SHOWN_LINES:
+        output.say(f"        … {len(shown) - _SHOWN_LINES} more lines")

@@ -29,7 +29,6 @@ def subjects(text: str) -> tuple[str, ...]:
 class DoctorOptions(JsonOptions):
     """The flags of ``muster doctor``."""
 
-    deep: bool = flag("also run checks that take seconds", default=False)
     all: bool = flag("list every subject and note in full", default=False)
     only: tuple[str, ...] = flag(
         "check only these subjects: torch,names (--all shows them)",
@@ -44,7 +43,6 @@ class DoctorOptions(JsonOptions):
     DoctorOptions,
     examples=[
         "muster doctor                      check everything, in a second or two",
-        "muster doctor --deep               also run torch on each device",
         "muster doctor --all                also list what is well, and the notes in full",
         "muster doctor --only torch,names   check only these subjects",
         "muster doctor --json > today.json  as JSON; the exit code is 1 if a check fails",
@@ -70,7 +68,7 @@ def _explain(text: str, *, as_json: bool) -> ExitCode:
 
 
 def _examine(options: DoctorOptions) -> ExitCode:
-    from torchmuster.diagnose.check import Check, Cost, Surroundings
+    from torchmuster.diagnose.check import Check, Surroundings
     from torchmuster.diagnose.host_checks import run_checks
     from torchmuster.diagnose.machine.all_checks import by_subject
 
@@ -80,8 +78,7 @@ def _examine(options: DoctorOptions) -> ExitCode:
     for subject, checks in by_subject(options.only).items():
         subject_of |= {check.name: subject for check in checks}
         chosen += checks
-    at_most = Cost.SECONDS if options.deep else Cost.INSTANT
-    examined = run_checks(Surroundings(), chosen, at_most=at_most)
+    examined = run_checks(Surroundings(), chosen)
     seconds = time.monotonic() - began
     findings: dict[str, list[Finding]] = {}
     for result in examined:

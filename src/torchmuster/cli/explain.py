@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _FILES_SHOWN = 8
 _MOST_CHECKPOINTS = 20
+_OF_STATE = ("phase", "exit_code", "started_unix_s", "since_unix_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +74,21 @@ def _show_report(report: "FailureReport") -> None:
 
 
 def _print_json(report: "FailureReport") -> None:
-    record = report.record
+    record, state, job = report.record, report.record.state, report.record.job
     content: dict[str, object] = {
         "id": record.run.id,
         "folder": str(record.run.path),
-        "phase": None,
-        "exit_code": None,
-        "killed_ranks": [],
-        "started_unix_s": None,
-        "since_unix_s": None,
-        "command": None,
-        "launched_on": None,
+        "killed_ranks": list(state.killed_ranks) if state else [],
+        "resume": state.resume if state else "",
+        "command": job.command if job else None,
+        "launched_on": job.launcher.host if job else None,
         "moments": [asdict(moment) for moment in record.timeline()],
         "findings": [finding.as_json() for finding in report.findings],
         "checkpoints": list(map(_checkpoint_as_json, record.checkpoints[:_MOST_CHECKPOINTS])),
-        "resume": "",
         "files": list(report.files),
     }
-    if record.state is not None:
-        for name in ("phase", "exit_code", "started_unix_s", "since_unix_s", "resume"):
-            content[name] = getattr(record.state, name)
-        content["killed_ranks"] = list(record.state.killed_ranks)
-    if record.job is not None:
-        content["command"] = record.job.command
-        content["launched_on"] = record.job.launcher.host
+    for name in _OF_STATE:
+        content[name] = getattr(state, name, None)
     output.print_json(content)
 
 

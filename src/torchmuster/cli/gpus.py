@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output
+from torchmuster.cli.gpus_table import table_lines
 from torchmuster.cli.options import (
     JsonOptions,
     ScriptOptions,
@@ -22,9 +23,8 @@ from torchmuster.cli.options import (
 from torchmuster.decision import Decision
 from torchmuster.devices import snapshot
 from torchmuster.devices.claims import Claims
-from torchmuster.devices.model import Device, Node
-from torchmuster.devices.readers import nvml
-from torchmuster.devices.request import Claim, DeviceRequest
+from torchmuster.devices.model import Device
+from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.tickets import read_tickets
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import ExitCode, Impossible, MusterError
@@ -34,7 +34,7 @@ from torchmuster.units import MiB, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from torchmuster.devices.acquire import HeldDevices
 
-REFRESH_S = 1.0
+PIPE_WIDTH = 160  # of a table whose reader is no terminal
 REPORT_EVERY_S = 9.0  # while waiting for GPUs
 MOST_LINES = 10  # of requests that wait
 
@@ -60,9 +60,6 @@ class PickOptions(ScriptOptions, JsonOptions):
     min_free: int | None = flag(
         "minimum free memory of each GPU, such as 30GiB", parse=size, metavar="SIZE"
     )
-    min_total: int | None = flag(
-        "minimum total memory of each GPU, such as 40GiB", parse=size, metavar="SIZE"
-    )
     share: bool = flag("allow GPUs that are already in use", default=False)
     wait: float = flag(
         "wait until GPUs are free: without limit, or for at most --wait=10m",
@@ -71,13 +68,6 @@ class PickOptions(ScriptOptions, JsonOptions):
         metavar="DURATION",
         alone=math.inf,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpusOptions(JsonOptions):
-    """The flags of ``muster gpus``."""
-
-    watch: bool = flag("refresh every second, until Ctrl-C", default=False)
 
 
 @command(
@@ -101,15 +91,15 @@ def pick(options: PickOptions) -> int:
     from torchmuster.devices.choose import choose_devices
 
     claims = Claims.here(os.environ)
+    number = options.num_gpus
+    if options.gpu_ids is None and number is None:
+        number = 1
     request = DeviceRequest(
         ids=options.gpu_ids,
-        count=options.num_gpus,
+        count=number,
         min_free_bytes=options.min_free,
-        min_total_bytes=options.min_total,
         share=options.share,
     )
-    if request.ids is None and request.count is None:
-        request = replace(request, count=1)
     if not options.script and not options.wait:  # nothing is claimed, so no lock is needed
         node = snapshot.take_snapshot_with_history()
         taken = claims.read(device.uuid for device in node.accelerators).blocking
@@ -131,33 +121,33 @@ def pick(options: PickOptions) -> int:
 
 
 @command(
-    GpusOptions,
+    JsonOptions,
     examples=[
-        "muster gpus              show the GPUs once",
-        "muster gpus --watch      refresh every second, until Ctrl-C",
+        "muster gpus              show the GPUs",
+        "watch muster gpus        refresh every two seconds",
         "muster gpus pick --num-gpus 2 python train.py    run on two free GPUs",
     ],
     actions={"pick": pick},
 )
-def run(options: GpusOptions) -> int:
+def run(options: JsonOptions) -> int:
     """Show the GPUs."""
-    if options.watch:
-        if options.json:
-            raise Impossible("--watch does not work with --json", fix="leave out one of the two")
-        return _watch()
-    node, held = _devices_here()
+    node = snapshot.take_snapshot_with_history()
+    claims = Claims.here(os.environ).read(device.uuid for device in node.accelerators).claimed
     shown = visible(node.accelerators, os.environ)
+    findings = [*node.findings, *shown.findings]
     if options.json:
         from torchmuster.devices.as_json import node_as_json
 
-        output.print_json(node_as_json(node, shown, held))
-    else:
-        from torchmuster.cli import gpus_table
-
-        gpus_table.show(node, shown, held)
-        for line in waiting_lines():
-            output.print_text(line)
-    return exit_code((*node.findings, *shown.findings))
+        output.print_json(node_as_json(node, shown, claims))
+        return exit_code(findings)
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    width = PIPE_WIDTH if piped else output.width()
+    for line in (*table_lines(node, shown, claims, width), *waiting_lines()):
+        output.print_text(line)
+    if findings:
+        output.print_text()
+        output.show_findings(findings, sys.stdout)
+    return exit_code(findings)
 
 
 def waiting_lines() -> list[str]:
@@ -173,22 +163,6 @@ def waiting_lines() -> list[str]:
     if len(waiting) > MOST_LINES:
         lines.append(f"… {len(waiting) - MOST_LINES} more requests wait")
     return lines
-
-
-def _devices_here() -> tuple[Node, dict[str, Claim]]:
-    node = snapshot.take_snapshot_with_history()
-    uuids = [device.uuid for device in node.accelerators]
-    return node, Claims.here(os.environ).read(uuids).claimed
-
-
-def _watch() -> ExitCode:
-    from torchmuster.cli import gpus_table
-
-    with nvml.keep_nvml_open(), gpus_table.live() as update:
-        while True:
-            node, held = _devices_here()
-            update(node, visible(node.accelerators, os.environ), held)
-            time.sleep(REFRESH_S)
 
 
 def _print(decision: Decision[tuple[Device, ...]], *, as_json: bool) -> int:
@@ -209,7 +183,11 @@ def _print(decision: Decision[tuple[Device, ...]], *, as_json: bool) -> int:
 
 def _become(arguments: list[str], held: "HeldDevices") -> int:
     """Replace this process by the command, which keeps the claim until it exits."""
-    environment = _changed(os.environ, variables_for(held.decision.value))
+    environment = dict(os.environ)
+    for name, value in variables_for(held.decision.value).items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
     output.say(held.decision.reason)
     held.hand_over(environment)
     sys.stdout.flush()
@@ -225,11 +203,6 @@ def _become(arguments: list[str], held: "HeldDevices") -> int:
             why=error.strerror or str(error),
             fix="check the command after the flags",
         ) from error
-
-
-def _changed(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    merged = {**environment, **changes}
-    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _reporter(request: DeviceRequest) -> Callable[[MusterError], None]:

@@ -30,6 +30,8 @@ USUAL_JOIN_S = 120.0
 PATIENT_JOIN_S = 1800.0
 # Heartbeats are sent every 2 s; fewer than two missing ones are not significant.
 SHORTEST_SILENCE_S = 5.0
+# Settings of launch -> fields of Limits.
+_LIMITS = {"join_timeout": "join_s", "grace": "grace_s", "end_hangs_after": "end_hangs_s"}
 # Variables that configure libraries are forwarded; all others stay on their host.
 LIBRARY_VARIABLES = (
     "NCCL_",
@@ -104,12 +106,10 @@ def limits_of(resolved: Resolved, time_limit_s: float | None = None) -> Limits:
             fix="--set launch.lost_after=10s",
         )
     limits = Limits(lost_after_s=lost_after_s, join_s=USUAL_JOIN_S, time_s=time_limit_s)
-    if launch.join_timeout is not None:
-        limits = dataclasses.replace(limits, join_s=seconds(launch.join_timeout))
-    if launch.grace is not None:
-        limits = dataclasses.replace(limits, grace_s=seconds(launch.grace))
-    if launch.end_hangs_after is not None:
-        limits = dataclasses.replace(limits, end_hangs_s=seconds(launch.end_hangs_after))
+    for name, limit in _LIMITS.items():
+        value = getattr(launch, name)
+        if value is not None:
+            limits = dataclasses.replace(limits, **{limit: seconds(value)})
     return limits
 
 
@@ -139,7 +139,7 @@ def job_name(given: str | None, resolved: Resolved, usual: str) -> str:
     return resolved.settings.experiment_name
 
 
-def for_hosts(spec: JobSpec, nodes: NodeCounts | None, hosts: int) -> JobSpec:
+def with_host_counts(spec: JobSpec, nodes: NodeCounts | None, hosts: int) -> JobSpec:
     """Return the job for this number of known hosts, after checking ``--nodes`` and the spares."""
     if spec.spares and hosts <= spec.spares:
         known = "only this host is known" if hosts < 2 else f"there are {hosts} hosts"

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.cli.options import Command, JsonOptions, argument, command, flag
+from torchmuster.cli.options import Command, argument, command, flag
 from torchmuster.errors import ExitCode
 from torchmuster.labs import grading, report, workspace
 from torchmuster.labs import lesson as labs
-from torchmuster.labs.workspace import Workspace
 from torchmuster.runfolder import write_atomically
 
 
@@ -23,11 +22,6 @@ class LabsOptions:
         parse=Path,
         metavar="DIR",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListOptions(LabsOptions, JsonOptions):
-    """The flags of ``muster lab list``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,7 @@ class ReportOptions(LabsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(ReportOptions, JsonOptions):
+class CheckOptions(ReportOptions):
     """The flags of ``muster lab check``."""
 
     only: str | None = flag(
@@ -54,25 +48,28 @@ class CheckOptions(ReportOptions, JsonOptions):
     )
 
 
-@command(ListOptions, summary="show the labs and your points")
-def list_labs(options: ListOptions) -> int:
+@command(LabsOptions, summary="show the labs and your points")
+def list_labs(options: LabsOptions) -> int:
     """Print the labs and the learner's points."""
-    workspaces = workspace.all_workspaces(options.labs)
-    if options.json:
-        output.print_json([_as_json(lab) for lab in workspaces])
-        return ExitCode.GOOD
-    rows, counted = [], []
-    for number, lab in enumerate(workspaces, 1):
-        points = f"{_points(lab)}/{lab.lesson.points}"
-        title = lab.lesson.content.title
-        rows.append((str(number), lab.lesson.name, points, _state(lab), title))
-        if lab.lesson.content.counts:
-            counted.append(lab)
+    rows, total = [], 0
+    for number, lab in enumerate(workspace.all_workspaces(options.labs), 1):
+        grade, lesson = lab.grade(), lab.lesson
+        points, state = 0, "not checked"
+        if not lab.file.is_file():
+            state = "not started"
+        elif grade is not None:
+            points, state = grade.points, "checked"
+            if lab.is_changed:
+                state = "changed"
+            elif points == lesson.points:
+                state = "done"
+        if lesson.content.counts:
+            total += points
+        reached = f"{points}/{lesson.points}"
+        rows.append((str(number), lesson.name, reached, state, lesson.content.title))
     output.print_table(rows)
-    total = sum(_points(lab) for lab in counted)
-    first, last = counted[0].lesson.name, counted[-1].lesson.name
     verdict = "passed" if total >= labs.TO_PASS else f"{labs.TO_PASS} to pass"
-    output.print_text(f"{total} of 100 points in {first} to {last}; {verdict}")
+    output.print_text(f"{total} of 100 points in gpu-basics to pipeline; {verdict}")
     return ExitCode.GOOD
 
 
@@ -101,7 +98,7 @@ def start(options: StartOptions) -> int:
     summary="grade a lab by running its tests",
     more="""
     The tests are those of `pytest tests/`. They run on the CPU, on two ranks if needed.
-    The exit code is 1 until all points are reached.
+    The exit code is 1 until all points are reached. The result is also in the lab's grade.json.
     """,
     examples=["muster lab check", "muster lab check ddp --only train_epoch"],
 )
@@ -112,22 +109,15 @@ def check(options: CheckOptions) -> int:
     exercises = lesson.content.exercises
     if options.only is not None:
         exercises = (lesson.exercise(options.only),)
-    fingerprint = lab.fingerprint()
     names = [exercise.name for exercise in exercises]
-    verdicts = grading.grade(lesson, lab.file, names, say=output.say)
+    verdicts = grading.grade(lesson, lab.file, names)
     points = grading.points(lesson, verdicts)
     possible = sum(exercise.points for exercise in exercises)
     if options.only is None:
-        lab.keep(workspace.Grade(of=fingerprint, points=points, verdicts=verdicts))
+        lab.keep(workspace.Grade(points=points, verdicts=verdicts))
     findings = [grading.mistake_finding(lesson, verdict) for verdict in verdicts]
-    if options.json:
-        described = [finding.as_json() for finding in findings]
-        output.print_json(
-            {"lab": lesson.name, "points": points, "of": possible, "findings": described}
-        )
-    else:
-        output.show_findings(findings, sys.stdout)
-        output.print_text(f"{lesson.name}: {points} of {possible} points")
+    output.show_findings(findings, sys.stdout)
+    output.print_text(f"{lesson.name}: {points} of {possible} points")
     return ExitCode.GOOD if points == possible else ExitCode.FAILED
 
 
@@ -150,34 +140,6 @@ def write_report(options: ReportOptions) -> int:
         answers = lab.folder / "answers.md"
         output.print_text(f"{len(left)} questions left: answer them in {answers}, then rerun")
     return ExitCode.GOOD
-
-
-def _as_json(lab: Workspace) -> dict[str, object]:
-    return {
-        "name": lab.lesson.name,
-        "title": lab.lesson.content.title,
-        "points": _points(lab),
-        "of": lab.lesson.points,
-        "counts": lab.lesson.content.counts,
-        "state": _state(lab),
-        "folder": str(lab.folder),
-    }
-
-
-def _points(lab: Workspace) -> int:
-    grade = lab.grade()
-    return grade.points if grade else 0
-
-
-def _state(lab: Workspace) -> str:
-    if not lab.file.is_file():
-        return "not started"
-    grade = lab.grade()
-    if grade is None:
-        return "not checked"
-    if grade.of != lab.fingerprint():
-        return "changed"
-    return "done" if grade.points == lab.lesson.points else "checked"
 
 
 run = Command(

@@ -194,8 +194,3 @@ class TrainOptions(RunControl):
     check: bool = flag(
         "check the hosts and their connections first", default=False, group="run control"
     )
-    plan: bool = flag(
-        "plan for this machine, train with the plan, and report its accuracy after step 3",
-        default=False,
-        group="run control",
-    )

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, node_group, output, slurm_run
+from torchmuster.cli import jobs, output
 from torchmuster.cli.launch_options import HostOptions, JoinOptions, RunControl
 from torchmuster.cli.reporting import with_report
 from torchmuster.config.resolve import Resolved
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
     from torchmuster.launch.schedulers.node_group import NodeGroup
     from torchmuster.launch.transports.join.code import JoinCode
 
+# Of schedulers that start the command on every node (launch/schedulers/node_group.py)
+_GROUP = {"TORCHMUSTER_NNODES", "TORCHMUSTER_NODE_RANK"}
+# Of schedulers that limit how long ranks may take to stop (launch/schedulers/time_limits.py)
+_TIME_LIMITS = {"SLURM_JOB_ID", "TORCHMUSTER_TERMINATION_GRACE_S"}
 # How long --detach waits for the run to start.
 _STAY_S = 60.0
 _SAY_EVERY_S = 9.0
+_BEGUN = ("waiting", "running")  # phases
 
 
 def detach(run: RunFolder, work: Callable[[], int]) -> int:
     """Do the work in a detached process; return when the run has started or failed."""
-    if not hasattr(os, "fork"):
-        raise Impossible(
-            "--detach does not work on this system",
-            why="it needs fork, which Windows does not have",
-            fix="leave the terminal open, or run it as a scheduled task",
-        )
     sys.stdout.flush()
     sys.stderr.flush()
     # Block Ctrl-C during the fork, until the parent can report the detached run.
@@ -46,13 +45,13 @@ def detach(run: RunFolder, work: Callable[[], int]) -> int:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         _work_alone(run, work)
+    state, has_exited = None, False
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        state = _see_it_begin(run, child)
+        state, has_exited = _await_start(run, child)
     except KeyboardInterrupt:  # as printed: Ctrl-C detaches
         state = run_state.read_state(run)
-    # A process that has just started has no state yet.
-    return _tell_launching(run, state, begun=state is not None or _lives(child))
+    return _report_start(run, state, has_exited=has_exited)
 
 
 def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
@@ -73,42 +72,36 @@ def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _see_it_begin(run: RunFolder, child: int) -> run_state.RunState | None:
-    """Wait until the run has started or is over; None if it has no state."""
+def _await_start(run: RunFolder, child: int) -> tuple[run_state.RunState | None, bool]:
+    """Wait until the run has started or is over; return its state, and whether its process has exited."""
     began = reported_s = time.monotonic()
-    while (now := time.monotonic()) - began < _STAY_S:
-        gone = os.waitpid(child, os.WNOHANG)[0] != 0
+    while True:
+        has_exited = os.waitpid(child, os.WNOHANG)[0] != 0
         state = run_state.read_state(run)
-        begun = ("waiting", "running")
-        if gone or (state is not None and (state.phase in begun or not state.active)):
-            return state
+        has_begun = state is not None and (state.phase in _BEGUN or not state.active)
+        now = time.monotonic()
+        if has_exited or has_begun or now - began > _STAY_S:
+            return state, has_exited
         if now - reported_s > _SAY_EVERY_S:
             reported_s = now
-            phase = state.phase if state else "starting"
-            output.say(f"muster: not running yet ({phase}); Ctrl-C detaches")
+            output.say("muster: not running yet; Ctrl-C detaches")
         time.sleep(0.05)
-    return run_state.read_state(run)
 
 
-def _lives(child: int) -> bool:
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(child, os.WNOHANG)[0] == 0
-    return False
-
-
-def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: bool) -> int:
-    active = state.active if state is not None else begun
-    if not active and (state is None or state.exit_code != ExitCode.GOOD):
+def _report_start(run: RunFolder, state: run_state.RunState | None, *, has_exited: bool) -> int:
+    is_active = not has_exited if state is None else state.active
+    code = ExitCode.FAILED if state is None or state.exit_code is None else state.exit_code
+    if not is_active and code != ExitCode.GOOD:
         if run.console.exists():
             output.say(run.console.read_text(encoding="utf-8", errors="replace").rstrip())
         else:
             output.say("muster: the run failed before it started, without a message")
-        return state.exit_code if state and state.exit_code is not None else ExitCode.FAILED
+        return code
     output.print_text(run.id)
-    if not active:
+    if not is_active:
         output.say(f"muster: already finished; to see its output: muster logs {run.id}")
         return ExitCode.GOOD
-    phase = state.phase if state and state.phase in ("waiting", "running") else "starting"
+    phase = state.phase if state and state.phase in _BEGUN else "starting"
     output.say(f"muster: {phase} in the background")
     if phase == "waiting":
         output.say("muster: to see its place in line: muster runs")
@@ -117,7 +110,7 @@ def _tell_launching(run: RunFolder, state: run_state.RunState | None, *, begun: 
     return ExitCode.GOOD
 
 
-def hosts_for(
+def job_and_transport(
     options: HostOptions, spec: JobSpec, resolved: Resolved, group: "NodeGroup | None" = None
 ) -> tuple[JobSpec, Transport]:
     """Return the job for the hosts that the flags or the scheduler give, and the transport to them."""
@@ -131,20 +124,24 @@ def hosts_for(
 
         check_address(options.webhook)
     nodes = options.nodes
-    transport: Transport | None
+    transport: Transport | None = None
     if group is not None:
         spec = dataclasses.replace(
             jobs.patient(spec, resolved), hosts_return=True, job_uid=group.job_uid
         )
+        from torchmuster.cli import node_group
+
         transport = node_group.transport_to(group)
     elif isinstance(options, JoinOptions) and options.join:
         nodes = nodes or NodeCounts(least=2, most=2)
         spec = jobs.patient(spec, resolved)
         transport = transport_to_joined(nodes, spec, resolved)
-    else:
+    elif "SLURM_JOB_ID" in os.environ:
+        from torchmuster.cli import slurm_run
+
         transport = slurm_run.transport_inside(spec)
     hosts = len(spec.hosts) if transport is None else len(transport.places)
-    spec = jobs.for_hosts(spec, nodes, hosts)
+    spec = jobs.with_host_counts(spec, nodes, hosts)
     if transport is None:
         python = resolved.settings.launch.remote_python or sys.executable
         transport = jobs.transport_for(spec, python)
@@ -181,11 +178,26 @@ def transport_to_joined(nodes: NodeCounts, spec: JobSpec, resolved: Resolved) ->
     )
 
 
+def take_group(options: RunControl) -> "NodeGroup | None":
+    """Return the group of nodes on each of which a scheduler started this command; None if there is none."""
+    if os.environ.keys().isdisjoint(_GROUP):
+        return None
+    from torchmuster.cli import node_group
+
+    return node_group.take_group(options)
+
+
 def run_folder(options: RunControl, spec: JobSpec, group: "NodeGroup | None" = None) -> RunFolder:
     """Return the folder of the run: a new one, or that of a run that its scheduler started again."""
     if group is not None:
+        from torchmuster.cli import node_group
+
         return node_group.run_folder(group, options.runs, spec)
-    earlier = slurm_run.earlier_run(spec, options.runs)
+    earlier = None
+    if "SLURM_JOB_ID" in os.environ:
+        from torchmuster.cli import slurm_run
+
+        earlier = slurm_run.earlier_run(spec, options.runs)
     return earlier or create_run_folder(options.runs, spec.name)
 
 
@@ -193,56 +205,39 @@ def launch(
     options: RunControl, spec: JobSpec, transport: Transport, run: RunFolder, resolved: Resolved
 ) -> int:
     """Start the job, attached or detached, and return its exit code."""
-    spec = _with_grace(spec, given=resolved.settings.launch.grace is not None)
+    if not os.environ.keys().isdisjoint(_TIME_LIMITS):
+        from torchmuster.launch.schedulers.time_limits import grace_within_limit
+
+        # A grace period that fits into what the scheduler of this process allows.
+        given = resolved.settings.launch.grace is not None
+        grace = grace_within_limit(spec.limits.grace_s, given=given, environment=os.environ)
+        if grace.reason:
+            output.say(f"muster: {grace.reason}")
+        limits = dataclasses.replace(spec.limits, grace_s=grace.value)
+        spec = dataclasses.replace(spec, limits=limits)
 
     def work() -> int:
-        return with_report(run, lambda: _with_webhook(options, spec, transport, run))
+        return with_report(run, lambda: _run_job(options, spec, transport, run))
 
     return detach(run, work) if options.detach else work()
 
 
-def _with_grace(spec: JobSpec, *, given: bool) -> JobSpec:
-    """Return the job with a grace period that fits into what the scheduler of this process allows."""
-    from torchmuster.launch.schedulers.time_limits import grace_within_limit
-
-    grace = grace_within_limit(spec.limits.grace_s, given=given, environment=os.environ)
-    if grace.reason:
-        output.say(f"muster: {grace.reason}")
-    limits = dataclasses.replace(spec.limits, grace_s=grace.value)
-    return dataclasses.replace(spec, limits=limits)
-
-
-def _with_webhook(options: RunControl, spec: JobSpec, transport: Transport, run: RunFolder) -> int:
-    if options.webhook is None:
-        return stay(spec, transport, run)
-    from torchmuster.launch.launcher.webhook import RunWebhook
-
-    webhook = RunWebhook(options.webhook, run, spec.name)
-    with webhook:
-        code = stay(spec, transport, run, webhook.on_phase)
-    if webhook.problem:
-        with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
-            console.write(f"muster: {webhook.problem}\n")
-        if not options.detach:
-            output.say(f"muster: {webhook.problem}")
-    return code
-
-
-def stay(
-    spec: JobSpec,
-    transport: Transport,
-    run: RunFolder,
-    on_phase: Callable[[str], None] = lambda _: None,
-) -> int:
+def _run_job(options: RunControl, spec: JobSpec, transport: Transport, folder: RunFolder) -> int:
     """Launch a job and show its output until it is over."""
-    from torchmuster.launch.launcher.launch import launch
+    from torchmuster.launch.launcher.launch import run_task
     from torchmuster.launch.launcher.run import Run
 
-    examine = None
-    if spec.spares:
-        from torchmuster.diagnose.spare_check import SpareCheck
+    console = jobs.console_for(folder)
+    task = Run(spec, transport, console, folder)
+    if options.webhook is None:
+        return run_task(task, console)
+    from torchmuster.launch.launcher.webhook import RunWebhook
 
-        examine = SpareCheck(spec.folder)
-    console = jobs.console_for(run)
-    job = Run(spec, transport, console, run, examine=examine)
-    return launch(job, console, on_phase=on_phase)
+    webhook = RunWebhook(options.webhook, folder, spec.name)
+    with webhook:
+        code = run_task(task, console, on_phase=webhook.on_phase)
+    if webhook.problem:
+        with contextlib.suppress(OSError), folder.console.open("a", encoding="utf-8") as log:
+            log.write(f"muster: {webhook.problem}\n")
+        output.say(f"muster: {webhook.problem}")
+    return code

@@ -1,6 +1,5 @@
 """``muster logs``: show the output of a run, or follow it."""
 
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -51,14 +50,14 @@ class LogsOptions(WhichRunOptions):
 def run(options: LogsOptions) -> int:
     """Print the output, and follow it if requested."""
     folder = choose_run(options.which, options.runs, "running")
-    path = folder.console
-    position = 0
+    path, position = folder.console, 0
     if options.rank is not None:
-        path = folder.logs / f"rank-{options.rank}.log"
-        position = show_log(folder, options.rank)
+        path = _rank_log(folder, options.rank)
+        position = max(0, path.stat().st_size - _SHOWN_BYTES)
+    if position:
+        output.print_text(f"… {format_bytes(position)} before this: {path}")
     if not options.follow:
-        if options.rank is None:
-            _show_more(path, position, last=True)
+        _show_more(path, position, last=True)
         return ExitCode.GOOD
     try:
         return _follow(folder, path, position)
@@ -67,13 +66,13 @@ def run(options: LogsOptions) -> int:
         return ExitCode.GOOD
 
 
-def show_log(run: RunFolder, rank: int) -> int:
-    """Print the end of a rank's log; return the position in the file after what was printed."""
+def _rank_log(run: RunFolder, rank: int) -> Path:
+    """Return the log of a rank, which may be on another host."""
     from torchmuster.launch.history import node_records
 
     log = run.logs / f"rank-{rank}.log"
     if log.is_file():
-        return _show_end(log)
+        return log
     host_log = node_records.host_of(run, rank)
     if host_log is None:
         raise Impossible(
@@ -90,22 +89,6 @@ def show_log(run: RunFolder, rank: int) -> int:
     )
 
 
-def _show_end(path: Path) -> int:
-    """Print the last part of a file, without terminal control sequences; return its size."""
-    from torchmuster.launch.launcher.console import printable as printable_line
-
-    with untrusted.open_regular(path) as stream:
-        size_bytes = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size_bytes - _SHOWN_BYTES))
-        lines = stream.read().decode("utf-8", errors="replace").split("\n")
-    if size_bytes > _SHOWN_BYTES:
-        output.print_text(f"… {format_bytes(size_bytes - _SHOWN_BYTES)} before this: {path}")
-        del lines[0]
-    for line in lines if lines[-1] else lines[:-1]:
-        output.print_coloured(printable_line(line, colour=sys.stdout.isatty()))
-    return size_bytes
-
-
 def _follow(run: RunFolder, path: Path, position: int) -> int:
     """Print what is added to a file until the run is over; return the run's exit code."""
     from torchmuster.launch.history import run_state
@@ -117,11 +100,11 @@ def _follow(run: RunFolder, path: Path, position: int) -> int:
             "this command notices only after some minutes"
         )
     while True:
-        state = run_state.read_state(
-            run
-        )  # before the last read of the log, so that nothing is missed
-        starting = state is None and job is not None and job.launcher.process() is not None
-        over = not starting and (state is None or not state.active)
+        # Before the last read of the log, so that nothing is missed.
+        state = run_state.read_state(run)
+        over = state is not None and not state.active
+        if state is None:
+            over = job is None or job.launcher.process() is None
         position = _show_more(path, position, last=over)
         if over:
             break

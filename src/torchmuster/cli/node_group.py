@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchmuster.cli import jobs, output
 from torchmuster.cli.launch_options import RunControl
@@ -10,17 +11,20 @@ from torchmuster.cli.setting_options import settings_of
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers import node_group
-from torchmuster.launch.schedulers.node_group import NodeGroup
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.redaction import printable, redact_command
 from torchmuster.runfolder import RunFolder, refuse_foreign
 
+if TYPE_CHECKING:
+    from torchmuster.launch.schedulers.node_group import NodeGroup
 
-def take_group(options: RunControl) -> NodeGroup | None:
+
+def take_group(options: RunControl) -> "NodeGroup | None":
     """Return the group that the environment describes, and remove it from there: ranks do not need its secret."""
     if options.dry_run:
         return None
+    from torchmuster.launch.schedulers import node_group
+
     group = node_group.group_here(os.environ)
     if group is None:
         return None
@@ -35,7 +39,7 @@ def take_group(options: RunControl) -> NodeGroup | None:
     return group
 
 
-def code_of_member(group: NodeGroup, options: RunControl) -> int | None:
+def code_of_member(group: "NodeGroup", options: RunControl) -> int | None:
     """Run this node's ranks for a launcher on another node, and return the exit code.
 
     None if this node is the launcher, and the run has not ended for good before.
@@ -54,7 +58,7 @@ def code_of_member(group: NodeGroup, options: RunControl) -> int | None:
     return serve_group(group, options.runs, patience_s=patience_s, say=_say_of_group)
 
 
-def transport_to(group: NodeGroup) -> Transport:
+def transport_to(group: "NodeGroup") -> Transport:
     """Return the transport to this node and to the others of its group."""
     from torchmuster.launch.transports.local import LocalTransport
 
@@ -72,7 +76,7 @@ def transport_to(group: NodeGroup) -> Transport:
     )
 
 
-def run_folder(group: NodeGroup, root: Path, spec: JobSpec) -> RunFolder:
+def run_folder(group: "NodeGroup", root: Path, spec: JobSpec) -> RunFolder:
     """Return the folder of the run; the launcher of this group may have been started before."""
     run = group.earlier_run(root)
     before = run_state.read_job(run) if run is not None else None

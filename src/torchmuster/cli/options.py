@@ -240,10 +240,8 @@ def split_at_script(arguments: Sequence[str], options: type) -> tuple[list[str],
             return own, rest
         rest = rest[1:]
         info = infos.get(word)
-        if info is None:
+        if info is None or not info.takes_value:
             own.append(word)
-        elif not info.takes_value:
-            own.append(f"{word}=forever")
         elif rest:
             own.append(f"{word}={rest.pop(0)}")
         else:

@@ -19,29 +19,17 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchmuster import finding
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.pages.columns import aligned_columns
 from torchmuster.redaction import harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 _COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    if not text.isprintable():  # control and direction characters become escapes of JSON
-        text = _UNPRINTABLE.sub(_escaped, text)
-    sys.stdout.write(text + "\n")
-
-
-def _escaped(found: re.Match[str]) -> str:
-    char = found[0]
-    if char == "\n" or char.isprintable():
-        return char
-    return json.dumps(char)[1:-1] if ord(char) != 0x7F else "\\u007f"
+    """Print one JSON document; all but ASCII is escaped, so that it cannot control the terminal."""
+    print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
 
 
 def print_text(text: str = "", *, end: str = "\n") -> None:
@@ -51,6 +39,8 @@ def print_text(text: str = "", *, end: str = "\n") -> None:
 
 def print_table(rows: Sequence[Sequence[str]], *, right: bool = False) -> None:
     """Print rows with aligned columns; ``right`` aligns all but the first column to the right."""
+    from torchmuster.pages.columns import aligned_columns
+
     for line in aligned_columns(rows, right=right):
         print(line)
 
@@ -63,11 +53,6 @@ def print_coloured(text: str) -> None:
 def _styled(text: str) -> str:
     parts = _COLOURS.split(text)
     return "".join(part if place % 2 else harmless(part) for place, part in enumerate(parts))
-
-
-def ring() -> None:
-    """Ring the terminal's bell."""
-    print("\a", end="", file=sys.stderr, flush=True)
 
 
 def without_controls(text: "Text") -> "Text":

@@ -137,14 +137,8 @@ def refuse_missing_model(resolved: Resolved) -> None:
     )
 
 
-def with_remarks(answer: Answer, resolved: Resolved) -> Answer:
-    """Return the answer with additional findings."""
-    findings = [*answer.findings, *_of_data(resolved), *_of_hosts(resolved, answer)]
-    return dataclasses.replace(answer, findings=tuple(findings))
-
-
-def _of_data(resolved: Resolved) -> Iterator[Finding]:
-    """Yield a note if the command to paste is incomplete."""
+def _remarks(answer: Answer, resolved: Resolved) -> Iterator[Finding]:
+    """Yield what the settings lack for this plan."""
     data = resolved.settings.data
     if not (data.dataset or data.files or data.hugging_face or data.images):
         yield Finding(
@@ -153,10 +147,6 @@ def _of_data(resolved: Resolved) -> Iterator[Finding]:
             what="the command below names no training data",
             fix="add --config FILE with data, or --set data.files=PATTERN",
         )
-
-
-def _of_hosts(resolved: Resolved, answer: Answer) -> Iterator[Finding]:
-    """Yield a warning if the settings name another number of hosts than the plan."""
     hosts = parse_hosts(resolved.settings.launch.hosts or ())
     machines = answer.request.hardware.machines
     if hosts and len(hosts) != machines:
@@ -192,7 +182,15 @@ def run(options: PlanOptions) -> int:
     refuse_missing_model(resolved)
     with Tracer(cache=cache_folder(), say=output.say) as tracer:
         request = _request(options, resolved)
-        answer = with_remarks(make_plan(request, tracer.records), resolved)
+        if options.find_batch_size and request.kernels == "cpu":
+            raise Impossible(
+                "--find-batch-size needs a GPU",
+                why="on a CPU nothing limits a rank before the kernel kills processes of this host",
+                fix="muster plan --verify measures the planned micro-batch",
+            )
+        answer = make_plan(request, tracer.records)
+        findings = (*answer.findings, *_remarks(answer, resolved))
+        answer = dataclasses.replace(answer, findings=findings)
         candidate = answer.chosen.value.candidate
         settings = _settings(options, resolved, answer)
         beside = {given.path: given.text for given in setting_flags(options)}
@@ -223,7 +221,7 @@ def _settings(options: PlanOptions, resolved: Resolved, answer: Answer) -> dict[
 
 def _request(options: PlanOptions, resolved: Resolved) -> PlanRequest:
     if is_here(options):
-        hardware = here.hardware_from_settings(resolved.settings, ranks=options.ranks)
+        hardware = here.hardware_here(resolved.settings, ranks=options.ranks)
     else:
         hardware = described.parse_hardware(options.hardware)
     return request_from_settings(resolved, hardware, folder=str(Path.cwd()))
@@ -261,11 +259,7 @@ def _prove(options: PlanOptions, answer: Answer) -> list[Finding]:
         if request.global_batch_size is not None:
             samples = math.ceil(request.global_batch_size / candidate.layout.ranks)
         size, tried = trials.find_batch_size(
-            request.work,
-            candidate,
-            hardware=request.hardware,
-            samples=samples,
-            say=output.say,
+            request.work, candidate, samples=samples, say=output.say
         )
         finding = trials.batch_size_finding(size, tried, candidate, samples=samples)
         findings.append(finding)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = (20, 23)
 FIRST_STEP = WARM_UP_STEPS + 6  # steps without the profiler are timed before it
-TRIAL_ROUNDS, PROOF_ROUNDS = 2, 3
 WIDTH = 100
 TRIALS_FILE = "trials.json"
 
@@ -46,16 +45,6 @@ def steps_range(text: str) -> tuple[int, int]:
     )
 
 
-def rank_list(text: str) -> tuple[int, ...] | None:
-    """Parse a comma list of ranks; None for all."""
-    if text == "all":
-        return None
-    numbers = text.split(",")
-    if not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"{text!r} is not a list of ranks; write all, or for example 0,1")
-    return tuple(sorted({int(number) for number in numbers}))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(TrainedOptions, JsonOptions):
     """The flags of ``muster profile``."""
@@ -68,9 +57,6 @@ class ProfileOptions(TrainedOptions, JsonOptions):
         default=DEFAULT_STEPS,
         parse=steps_range,
         metavar="A:B",
-    )
-    on_ranks: tuple[int, ...] | None = flag(
-        "ranks whose traces are kept (default: all)", parse=rank_list, metavar="R,…"
     )
     verify: bool = flag("apply the top recommendation, and measure the speed-up", default=False)
     no_trials: bool = flag("skip short trial runs of possible changes", default=False)
@@ -91,7 +77,7 @@ class ProfileOptions(TrainedOptions, JsonOptions):
         "muster profile train.py --lr 1e-4              one rank per GPU, or one on the CPU",
         "muster profile --ranks 2 config.yaml           a settings file of muster train",
         "muster profile --verify train.py               apply the top recommendation, and measure",
-        "muster profile --steps 50:53 --on-ranks 0 train.py    other steps, one rank's trace",
+        "muster profile --steps 50:53 train.py          other steps",
         "muster profile profile/2026-01-31-120000       report on a recorded profile",
     ],
 )
@@ -121,7 +107,7 @@ def run(options: ProfileOptions) -> int:
         results = Trials()
         if changes and not options.no_trials:
             output.say("running trials of changes: " + ", ".join(map(str, changes)))
-            tried = trials.try_changes(request, changes, TRIAL_ROUNDS, output.say)
+            tried = trials.try_changes(request, changes, output.say)
             results = Trials(trials=tuple(tried))
     causes = find_causes(profile, results.trials)
     if options.verify:
@@ -148,13 +134,6 @@ def _request(options: ProfileOptions) -> ProfileRequest:
             why=f"{devices} are visible, and each GPU gets one rank",
             fix=f"--ranks {devices}, or --device cpu",
         )
-    missing = [rank for rank in options.on_ranks or () if rank >= ranks]
-    if missing:
-        raise Impossible(
-            f"a trace of rank {missing[0]} was requested, but there is no such rank",
-            why=f"there are {ranks} ranks, numbered from 0",
-            fix="--on-ranks all",
-        )
     first, last = options.steps
     command = rank_command(options, device, steps=last, purpose="a trace of")
     return ProfileRequest(
@@ -166,7 +145,6 @@ def _request(options: ProfileOptions) -> ProfileRequest:
         device=device,
         first_step=first,
         last_step=last,
-        on_ranks=options.on_ranks,
         into=str(output.new_folder(options.out).absolute()),
     )
 
@@ -184,7 +162,7 @@ def _proof(request: ProfileRequest, causes: Sequence["Cause"]) -> Trial | None:
             "the top recommendation cannot be applied from here: change the training code or the host"
         )
         return None
-    trials = try_changes(request, (change,), PROOF_ROUNDS, output.say)
+    trials = try_changes(request, (change,), output.say)
     if not trials:
         raise MusterError(
             f"cannot verify {change}",

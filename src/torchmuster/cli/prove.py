@@ -1,6 +1,7 @@
 """``muster prove``: show that a training script repeats, resumes and scales correctly."""
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, ra
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.prove.explanations import kinds
 from torchmuster.prove.proof import PROPERTIES, Proof, prove_script
+from torchmuster.prove.records import TrialRequest
 from torchmuster.prove.trials import STOPS, ProofRequest
 from torchmuster.units import plural
 
@@ -37,24 +39,17 @@ def rank_counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in values}))
 
 
-def properties(text: str) -> tuple[str, ...]:
-    """Parse a comma list of properties."""
-    values = tuple(text.split(","))
-    unknown = [word for word in values if word not in PROPERTIES]
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]!r} is not a property; write for example {','.join(PROPERTIES[:2])}"
-        )
-    return values
+def names_among(known: Sequence[str], noun: str) -> Callable[[str], tuple[str, ...]]:
+    """Return the parser of a comma list of known names."""
 
+    def parse(text: str) -> tuple[str, ...]:
+        values = tuple(text.split(","))
+        for value in values:
+            if value not in known:
+                raise ValueError(f"{value!r} is not a {noun}; choose among {','.join(known)}")
+        return values
 
-def stops(text: str) -> tuple[str, ...]:
-    """Parse a comma list of stops."""
-    values = tuple(text.split(","))
-    unknown = [word for word in values if word not in STOPS]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is not a stop; choose among {','.join(STOPS)}")
-    return values
+    return parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +71,7 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
     stops: tuple[str, ...] = flag(
         f"how to stop runs (default: {','.join(STOPS)}): SIGKILL of all ranks, of one, SIGTERM, SIGKILL during a save",
         default=STOPS,
-        parse=stops,
+        parse=names_among(STOPS, "stop"),
         metavar="NAME,…",
     )
     outputs: tuple[str, ...] = flag(
@@ -104,7 +99,7 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
     only: tuple[str, ...] = flag(
         f"test only these: {', '.join(PROPERTIES)}",
         default=PROPERTIES,
-        parse=properties,
+        parse=names_among(PROPERTIES, "property"),
         metavar="PROPERTY,…",
     )
     allow: tuple[str, ...] = flag(
@@ -139,12 +134,13 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
 def run(options: ProveOptions) -> int:
     """Prove the script and return the exit code."""
     request = _proof_request(options)
-    where = "on the CPU" if request.device == "cpu" else "on GPUs"
+    trial = request.trial
+    where = "on the CPU" if trial.device == "cpu" else "on GPUs"
     output.say(
-        f"muster: {plural(request.ranks, 'rank')} {where}, {request.steps} steps; runs work in copies"
+        f"muster: {plural(trial.ranks, 'rank')} {where}, {trial.steps} steps; runs work in copies"
     )
     proof = prove_script(request, properties=options.only, allowed=options.allow, say=output.say)
-    _show_proof(options, proof, Path(request.into))
+    _show_proof(options, proof, Path(trial.into))
     return ExitCode.FAILED if proof.failed else ExitCode.GOOD
 
 
@@ -158,20 +154,22 @@ def _proof_request(options: ProveOptions) -> ProofRequest:
             why=f"{gpus} are visible, and each GPU gets one rank",
             fix=f"--ranks {gpus}, or --device cpu",
         )
-    command = rank_command(
-        options, device, steps=options.steps or USUAL_STEPS, purpose="a proof up to"
-    )
-    return ProofRequest(
+    steps = options.steps or USUAL_STEPS
+    command = rank_command(options, device, steps=steps, purpose="a proof up to")
+    trial = TrialRequest(
         command=command.command,
         module=command.module,
         with_run_folder=command.is_worker,
         folder=str(Path.cwd()),
         into=str(output.new_folder(options.out).absolute()),
-        steps=options.steps or USUAL_STEPS,
-        most_steps=0 if options.steps or command.is_worker else MOST_STEPS,
         ranks=ranks,
-        other_ranks=tuple(count for count in counts if count != ranks),
         device=device,
+        steps=steps,
+    )
+    return ProofRequest(
+        trial=trial,
+        most_steps=0 if options.steps or command.is_worker else MOST_STEPS,
+        other_ranks=tuple(count for count in counts if count != ranks),
         resume_with=options.resume_with,
         outputs=options.outputs,
         batch_argument=options.batch_arg,

@@ -3,15 +3,14 @@
 import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from torchmuster.cli import output
 from torchmuster.errors import Impossible
 from torchmuster.runfolder import RunFolder, write_atomically
 
-_AT_MOST_S = 15.0  # wait for the report at most this long: a disk may hang
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def with_report(run: RunFolder, work: Callable[[], int]) -> int:
@@ -19,7 +18,11 @@ def with_report(run: RunFolder, work: Callable[[], int]) -> int:
     try:
         return work()
     finally:
+        # The run is over, and its exit code is known.
+        before = [signal.signal(number, signal.SIG_IGN) for number in _ENDING]
         _leave_report(run)
+        for number, handler in zip(_ENDING, before, strict=True):
+            signal.signal(number, handler)
 
 
 def write(run: RunFolder, path: Path) -> None:
@@ -37,26 +40,14 @@ def write(run: RunFolder, path: Path) -> None:
 
 
 def _leave_report(run: RunFolder) -> None:
-    """Write the report in a thread: interrupts and a hanging disk do not change the exit code."""
-    over = threading.Event()
-
-    def work() -> None:
-        try:
-            if _is_due(run):
-                write(run, run.report)
-        except Exception as error:  # a full disk, a damaged file: ignored for the run
-            with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
-                console.write(f"muster: no report was written: {error!r}\n")
-        finally:
-            over.set()
-
-    with contextlib.suppress(Exception), _signals_only(over.set):
-        thread = threading.Thread(target=work, name="report", daemon=True)
-        thread.start()
-        if over.wait(_AT_MOST_S):
-            thread.join(0.1)  # nothing left to do, unless it was interrupted
-        if sys.stderr.isatty() and run.report.exists():
-            output.say(f"muster: report in {run.report}")
+    try:
+        if _is_due(run):
+            write(run, run.report)
+    except Exception as error:  # a full disk, a damaged file: ignored for the run
+        with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
+            console.write(f"muster: no report was written: {error!r}\n")
+    if sys.stderr.isatty() and run.report.exists():
+        output.say(f"muster: report in {run.report}")
 
 
 def _is_due(run: RunFolder) -> bool:
@@ -71,19 +62,3 @@ def _is_due(run: RunFolder) -> bool:
         return False
     # Of a script that ended well and logged no steps there is nothing to report.
     return state.phase != "finished" or (run.metrics / "steps.jsonl").exists()
-
-
-@contextlib.contextmanager
-def _signals_only(do: Callable[[], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM only by this call: the run is over and its exit code is known."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, lambda *_: do())
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -56,11 +56,12 @@ def take_run(options: TrainOptions) -> tuple[RunFolder, TrainOptions]:
         )
     state = run_state.read_state(run)
     if state is not None and state.active:
-        raise NotNow(
-            f"{run.id} is still active ({state.phase})",
-            fix=f"muster logs {run.id} -f follows it; muster stop {run.id} stops it"
-            + _if_gone(run),
-        )
+        fix = f"muster logs {run.id} -f follows it; muster stop {run.id} stops it"
+        job = run_state.read_job(run)
+        if job is not None and not job.launcher.is_of_this_machine:
+            known = format_seconds(SILENT_AFTER_S)
+            fix += f"; if {job.launcher.host} is down, the run counts as dead {known} after its last update"
+        raise NotNow(f"{run.id} is still active ({state.phase})", fix=fix)
     if not options.dry_run:
         refuse_foreign(run, "resume")
         _await_processes_left(run)
@@ -70,11 +71,8 @@ def take_run(options: TrainOptions) -> tuple[RunFolder, TrainOptions]:
 def _await_processes_left(run: RunFolder) -> None:
     """Wait for the processes that a killed launcher left on this host: ranks may be saving."""
     job = run_state.read_job(run)
-    if (
-        job is None
-        or not job.token
-        or not process_cleanup.processes_of(job.token, owner=os.geteuid())
-    ):
+    owner = os.geteuid()
+    if job is None or not job.token or not process_cleanup.processes_of(job.token, owner=owner):
         return
     within_s = job.grace_s + _BEYOND_GRACE_S
     output.say(
@@ -82,26 +80,15 @@ def _await_processes_left(run: RunFolder) -> None:
         "its launcher was killed"
     )
     deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s and process_cleanup.processes_of(
-        job.token, owner=os.geteuid()
-    ):
+    while time.monotonic() < deadline_s and process_cleanup.processes_of(job.token, owner=owner):
         time.sleep(_LOOK_EVERY_S)
-    if left := process_cleanup.kill_processes(
-        job.token, within_s=_KILLED_WITHIN_S, owner=os.geteuid()
-    ):
+    left = process_cleanup.kill_processes(job.token, within_s=_KILLED_WITHIN_S, owner=owner)
+    if left:
         raise NotNow(
             f"processes of {run.id} are still running: {', '.join(str(process.pid) for process in left)}",
             why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
             fix="run dmesg to see what they wait for, or reboot the host",
         )
-
-
-def _if_gone(run: RunFolder) -> str:
-    job = run_state.read_job(run)
-    if job is None or job.launcher.is_of_this_machine:
-        return ""
-    known = format_seconds(SILENT_AFTER_S)
-    return f"; if {job.launcher.host} is down, the run counts as dead {known} after its last update"
 
 
 def _with_its_job(run: RunFolder, options: TrainOptions) -> TrainOptions:
@@ -122,52 +109,23 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     """Report changed settings and reject forbidden changes; return whether the run is finished."""
     before = with_absolute_folder(resolve_settings(file=run.config)).values()
     now = resolved.values()
-    changed = {path: now[path] for path in now if now[path] != before[path]}
-    _refuse(run, resolved, before, changed)
-    _check_checkpoint(run, resolved)
-    state = run_state.read_state(run)
-    if state is not None and state.phase == "finished" and not changed.keys() & set(_LENGTHS):
-        given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
-        output.say(
-            f"muster: {run.id} has finished: nothing left to train\n"
-            f"        to train longer: muster train --resume {run.id} --set {given}=…"
-        )
-        return True
-    for path, value in changed.items():
-        output.say(f"muster: {path} is now {_shown(value)}; it was {_shown(before[path])}")
-    if changed.keys() & set(_LENGTHS) and now["train.schedule"] not in _ENDLESS:
-        output.say(
-            f"muster: the {now['train.schedule']} schedule decays to "
-            f"{now['train.min_learning_rate']:g} at the new end, so the learning rate changes from "
-            "this step on"
-        )
-    return False
-
-
-def _refuse(
-    run: RunFolder, resolved: Resolved, before: dict[str, object], changed: dict[str, object]
-) -> None:
-    for path, value in resolved.values().items():
-        if HIDDEN in str(value):
+    changed = [path for path in now if now[path] != before[path]]
+    for path in now:
+        if HIDDEN in str(now[path]):
             raise Impossible(
-                f"{path} is {value!r} in {run.config}",
+                f"{path} is {now[path]!r} in {run.config}",
                 why="secrets are not saved in a run's settings",
                 fix=f"give it again: --set {path}=…",
             )
-    for path, value in changed.items():
-        hidden = HIDDEN in str(before[path])
-        if not path.startswith(_MAY_CHANGE) and not hidden:
+    for path in changed:
+        if not path.startswith(_MAY_CHANGE) and HIDDEN not in str(before[path]):
             raise Impossible(
-                f"{path} is {_shown(value)} ({resolved.sources[path].where}), but {run.id} has "
+                f"{path} is {_shown(now[path])} ({resolved.sources[path].where}), but {run.id} has "
                 f"{_shown(before[path])}",
                 why="this setting defines the training run, so a resumed run cannot change it",
                 fix="leave it out, or start a new run: muster train --config "
                 f"{shlex.quote(str(run.config))} --set {path}=…",
             )
-
-
-def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
-    """Report if there is no checkpoint yet; reject a run that saves none."""
     place = checkpoint_place(resolved.settings.checkpoint, run.path.resolve())
     if place is None:
         raise Impossible(
@@ -177,6 +135,24 @@ def _check_checkpoint(run: RunFolder, resolved: Resolved) -> None:
         )
     if not committed_manifests(open_store(place)):
         output.say(f"muster: {run.id} has no checkpoint in {place}: starting from step 0")
+    is_longer = not set(changed).isdisjoint(_LENGTHS)
+    state = run_state.read_state(run)
+    if state is not None and state.phase == "finished" and not is_longer:
+        given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
+        output.say(
+            f"muster: {run.id} has finished: nothing left to train\n"
+            f"        to train longer: muster train --resume {run.id} --set {given}=…"
+        )
+        return True
+    for path in changed:
+        output.say(f"muster: {path} is now {_shown(now[path])}; it was {_shown(before[path])}")
+    if is_longer and now["train.schedule"] not in _ENDLESS:
+        output.say(
+            f"muster: the {now['train.schedule']} schedule decays to "
+            f"{now['train.min_learning_rate']:g} at the new end, so the learning rate changes from "
+            "this step on"
+        )
+    return False
 
 
 def _shown(value: object) -> str:

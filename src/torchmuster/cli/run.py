@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from torchmuster.cli import jobs, node_group, slurm_run
+from torchmuster.cli import jobs
 from torchmuster.cli.launch_options import RunOptions
-from torchmuster.cli.launching import hosts_for, launch, run_folder
+from torchmuster.cli.launching import job_and_transport, launch, run_folder, take_group
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import script_of
 from torchmuster.cli.setting_options import settings_of
@@ -35,8 +35,10 @@ def run(options: RunOptions) -> int:
 
         options = translated(options)
     _check(options)
-    group = node_group.take_group(options)
+    group = take_group(options)
     if group is not None:
+        from torchmuster.cli import node_group
+
         code = node_group.code_of_member(group, options)
         if code is not None:
             return code
@@ -52,13 +54,16 @@ def run(options: RunOptions) -> int:
         time_limit_s=options.time_limit,
     )
     if options.slurm:
+        from torchmuster.cli import slurm_run
+
         return slurm_run.submit_and_follow(options, spec, options.script)
-    spec, transport = hosts_for(options, spec, resolved, group)
+    spec, transport = job_and_transport(options, spec, resolved, group)
     if options.dry_run:
         from torchmuster.cli import dry_run
 
         return dry_run.show(spec, transport, resolved, as_json=options.json)
-    return launch(options, spec, transport, run_folder(options, spec, group), resolved)
+    folder = run_folder(options, spec, group)
+    return launch(options, spec, transport, folder, resolved)
 
 
 def _check(options: RunOptions) -> None:

@@ -16,6 +16,7 @@ from torchmuster.runfolder import RunFolder, list_runs
 from torchmuster.units import format_seconds, plural
 
 NEWEST = 20
+_OF_STATE = ("phase", "exit_code", "headline", "started_unix_s", "since_unix_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def _cells(folder: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str,
         return folder.id, "unknown", "-", details
     end = time.time() if state.active else state.since_unix_s
     took = format_seconds(max(0.0, end - state.started_unix_s))
-    summary = _summary(folder)
+    summary = run_state.EventSummary.of(run_state.read_events(folder))
     if summary.restarts:
         took += f", {plural(summary.restarts, 'restart')}"
     waiting = _place_in_line(folder, line)
@@ -80,26 +81,20 @@ def _cells(folder: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str,
     return folder.id, state.phase, took, details
 
 
-def _summary(folder: RunFolder) -> run_state.EventSummary:
-    return run_state.EventSummary.of(run_state.read_events(folder))
-
-
 def _as_json(folder: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:
     job, state = run_state.read_job(folder), run_state.read_state(folder)
-    summary = _summary(folder)
+    summary = run_state.EventSummary.of(run_state.read_events(folder))
     is_hung = state is not None and state.active and summary.hang is not None
-    return {
+    facts: dict[str, object] = {
         "id": folder.id,
         "folder": str(folder.path.resolve()),
-        "phase": state.phase if state else None,
         "waiting": _place_in_line(folder, line),
-        "exit_code": state.exit_code if state else None,
         "restarts": summary.restarts,
         "hangs": is_hung,
-        "headline": state.headline if state else None,
-        "started_unix_s": state.started_unix_s if state else None,
-        "since_unix_s": state.since_unix_s if state else None,
         "command": job.command if job else None,
         "hosts": job.hosts if job else None,
         "launched_on": job.launcher.host if job else None,
     }
+    for name in _OF_STATE:
+        facts[name] = getattr(state, name, None)
+    return facts

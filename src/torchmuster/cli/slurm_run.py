@@ -1,7 +1,6 @@
 """``muster run --slurm``: submit a job that runs the same command, and follow it."""
 
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -9,11 +8,13 @@ from pathlib import Path
 
 from torchmuster.cli import output
 from torchmuster.cli.launch_options import HostOptions, RunControl
-from torchmuster.errors import ExitCode, Impossible
+from torchmuster.errors import ExitCode
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import plural
+
+COMMAND = (sys.executable, "-m", "torchmuster")
 
 
 def submit_and_follow(options: HostOptions, spec: JobSpec, script: Sequence[str] = ()) -> int:
@@ -24,7 +25,8 @@ def submit_and_follow(options: HostOptions, spec: JobSpec, script: Sequence[str]
     nodes = options.nodes or NodeCounts(least=1, most=1)
     script = render_script(
         spec,
-        _command_inside(options, script),
+        # This command line, without the flags of the submission.
+        [*COMMAND, *_without_submission(options.command_line), *script],
         options.runs,
         nodes=nodes.most + spec.spares,
         no_kill=spec.spares > 0 or nodes.least < nodes.most,
@@ -57,9 +59,7 @@ def submit_and_follow(options: HostOptions, spec: JobSpec, script: Sequence[str]
 
 
 def transport_inside(spec: JobSpec) -> Transport | None:
-    """Return the transport to the nodes of the current Slurm job; None outside a job."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return None
+    """Return the transport to the nodes of the current Slurm job; None if there is only this node."""
     from torchmuster.launch.schedulers.slurm import allocation
 
     here = allocation.allocation_here(os.environ)
@@ -71,13 +71,6 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     # The host name of a container may differ from the name of the node.
     if here.nodes in ((socket.gethostname(),), (os.environ.get("SLURMD_NODENAME"),)):
         return None  # the job has only this node
-    if shutil.which("srun") is None:
-        raise Impossible(
-            f"Slurm job {here.job} has {plural(len(here.nodes), 'node')}, but srun is not installed here",
-            why="Muster starts the ranks on the other nodes with srun; a container has it only if it is mounted",
-            fix="mount Slurm's programs, its configuration and munge's socket into the container, or start muster "
-            "outside the container, or use one node",
-        )
     from torchmuster.launch.transports.srun import SrunTransport
 
     requeued = ""
@@ -89,25 +82,12 @@ def transport_inside(spec: JobSpec) -> Transport | None:
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
     """Return the run to resume: that of a job which Slurm has requeued."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return None
     from torchmuster.launch.schedulers.slurm import allocation
 
     run = allocation.earlier_run(spec, root, os.environ)
     if run is not None:
         output.say(f"muster: Slurm has requeued the job: resuming in {run.path}")
     return run
-
-
-def _command_inside(options: HostOptions, script: Sequence[str]) -> list[str]:
-    """Return the command line for the job: this one, without the flags of the submission."""
-    return [
-        sys.executable,
-        "-m",
-        "torchmuster",
-        *_without_submission(options.command_line),
-        *script,
-    ]
 
 
 def _without_submission(arguments: Sequence[str]) -> list[str]:

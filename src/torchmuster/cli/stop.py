@@ -1,5 +1,6 @@
 """``muster stop``: stop a run on all its hosts, and verify that it has stopped."""
 
+import contextlib
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from torchmuster.cli.options import WhichRunOptions, argument, command, flag
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
+from torchmuster.launch.node import process_cleanup
 from torchmuster.runfolder import RunFolder, refuse_foreign
 from torchmuster.units import parse_seconds
 
@@ -79,11 +81,27 @@ def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
         )
     if active and process is not None:
         given = job.grace_s + _BEYOND_GRACE_S if within_s is None else within_s
-        _end_stop(process, run, given)
-    _sweep(run, job)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has exited
+            process.send_signal(signal.SIGTERM)
+            _await_end(process, run, given)
+    left = []
+    if job.token:
+        owner = os.geteuid()
+        left = process_cleanup.kill_processes(job.token, within_s=_KILL_WITHIN_S, owner=owner)
+    if left:
+        raise MusterError(
+            f"cannot kill processes of {run.id}: {', '.join(str(process.pid) for process in left)}",
+            why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
+            fix="run dmesg to see what they wait for, or reboot the host",
+        )
     now = run_state.read_state(run)
-    saved = active and now is not None and now.phase == "saved"
-    outcome = f"has stopped: {now.headline}" if saved and now else _how_it_ended(state)
+    outcome = "has stopped"
+    if state is not None and state.phase == "died":
+        outcome = f"had died: {state.headline}; none of its processes are left on this host"
+    elif state is not None and not state.active:
+        outcome = f"had already stopped: {state.headline}"
+    elif now is not None and now.phase == "saved":
+        outcome = f"has stopped: {now.headline}"
     output.say(f"muster: {run.id} {outcome}")
     return ExitCode.GOOD
 
@@ -106,22 +124,6 @@ def _own_process(job: run_state.RunJob, run: RunFolder) -> psutil.Process | None
     return process
 
 
-def _how_it_ended(state: run_state.RunState | None) -> str:
-    if state is None or state.active:
-        return "has stopped"
-    if state.phase == "died":
-        return f"had died: {state.headline}; none of its processes are left on this host"
-    return f"had already stopped: {state.headline}"
-
-
-def _end_stop(process: psutil.Process, run: RunFolder, within_s: float) -> None:
-    try:
-        process.send_signal(signal.SIGTERM)
-        _await_end(process, run, within_s)
-    except psutil.NoSuchProcess:
-        return  # it has exited
-
-
 def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None:
     began = reported_s = time.monotonic()
     killed = False
@@ -140,19 +142,3 @@ def _await_end(process: psutil.Process, run: RunFolder, within_s: float) -> None
             reported_s = now
             output.say(f"muster: waiting for {run.id} to stop ({now - began:.0f} s)")
         time.sleep(0.05)
-
-
-def _sweep(run: RunFolder, job: run_state.RunJob) -> None:
-    from torchmuster.launch.node import process_cleanup
-
-    left = (
-        process_cleanup.kill_processes(job.token, within_s=_KILL_WITHIN_S, owner=os.geteuid())
-        if job.token
-        else []
-    )
-    if left:
-        raise MusterError(
-            f"cannot kill processes of {run.id}: {', '.join(str(one.pid) for one in left)}",
-            why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
-            fix="run dmesg to see what they wait for, or reboot the host",
-        )

@@ -4,7 +4,6 @@ The flags of torchrun are parsed by torch's own parser (torchrun_parser.py) and 
 """
 
 import dataclasses
-import ipaddress
 import json
 import re
 import shlex
@@ -55,17 +54,8 @@ REFUSED = {
     ),
     "print_completion": ("it starts no ranks", "torchrun --print-completion bash"),
 }
-# Flags of torchrun that Muster does in its own way.
-DONE_OTHERWISE = {
-    "standalone": "",
-    "run_path": "",
-    "tee": "all output is on the console and in the run folder's logs",
-    "redirects": "all output is on the console and in the run folder's logs",
-    "local_ranks_filter": "all output is on the console and in the run folder's logs",
-    "rdzv_backend": "",  # the hosts meet at the launcher
-    "rdzv_id": "each run has its own id",
-    "signals_to_handle": "SIGTERM, Ctrl-C and Slurm's warning signal always reach the ranks",
-}
+# Flags of torchrun that need no word: the hosts meet at the launcher, and each run has its own id.
+SILENT = ("standalone", "run_path", "rdzv_backend", "rdzv_id")
 
 
 def translated(options: RunOptions) -> RunOptions:
@@ -148,7 +138,8 @@ def _from_torchrun(options: RunOptions, command: Sequence[str]) -> RunOptions:
         )
     changes: dict[str, object] = _ranks(str(given.pop("nproc_per_node", 1)))
     nodes = given.pop("nnodes", "1")
-    if nodes not in ("1", "1:1"):
+    is_several = nodes not in ("1", "1:1")
+    if is_several:
         changes["nodes"] = parse_nodes(nodes)
     if "max_restarts" in given:
         changes["max_restarts"] = str(given.pop("max_restarts"))
@@ -162,15 +153,17 @@ def _from_torchrun(options: RunOptions, command: Sequence[str]) -> RunOptions:
         changes.pop("ranks", None)
     if "role" in given:
         changes["env"] = (*options.env, f"ROLE_NAME={given.pop('role')}")
-    changes["set"] = (*_settings(given, several=nodes not in ("1", "1:1")), *options.set)
+    changes["set"] = (*_settings(given, is_several=is_several), *options.set)
     if given.pop("module", False):
         script = ["-m", *script]
     if given.pop("no_python", False):
         script = [NO_PYTHON, *script]
-    for name in given:
-        reason = DONE_OTHERWISE.get(name, "Muster does this in its own way")
-        if reason:
-            output.say(f"muster: {_flag(name)} has no effect: {reason}")
+    ignored = [_flag(name) for name in given if name not in SILENT]
+    if ignored:
+        output.say(
+            f"muster: without effect: {', '.join(ignored)}; all output is on the console and in the run "
+            "folder's logs, and signals always reach the ranks"
+        )
     changes["script"] = tuple(script)
     return dataclasses.replace(options, **changes)  # type: ignore[arg-type]  # checked by the tests
 
@@ -191,14 +184,15 @@ def _ranks(value: str) -> dict[str, object]:
     )
 
 
-def _settings(given: dict[str, Any], *, several: bool) -> list[Flag]:
+def _settings(given: dict[str, Any], *, is_several: bool) -> list[Flag]:
     """Take the flags of torchrun that are settings: the rendezvous and the time to stop."""
     address, _, port = given.pop("rdzv_endpoint", "").rpartition(":")
     address = given.pop("master_addr", address)
     address = given.pop("local_addr", address)
     port = str(given.pop("master_port", port))
     values = {}
-    if several and _is_reachable(address):
+    # A name is looked up differently on each host, and other hosts cannot use a loopback address.
+    if is_several and address[:1].isdigit() and not address.startswith("127."):
         values["launch.address"] = address
     if port.isdecimal() and port != "0" and "standalone" not in given:
         values["distributed.master_port"] = port
@@ -209,14 +203,6 @@ def _settings(given: dict[str, Any], *, several: bool) -> list[Flag]:
     if "shutdown_timeout" in given:
         values["launch.grace"] = str(given.pop("shutdown_timeout"))
     return [Flag(flag="torchrun", path=path, text=text) for path, text in values.items()]
-
-
-def _is_reachable(address: str) -> bool:
-    """Return whether other hosts may use an address; a name is looked up differently on each host."""
-    try:
-        return not ipaddress.ip_address(address.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _flag(name: str) -> str:

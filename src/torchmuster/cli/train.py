@@ -3,12 +3,11 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, node_group, slurm_run
+from torchmuster.cli import jobs, slurm_run
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launch_options import TrainOptions
-from torchmuster.cli.launching import hosts_for, launch, run_folder
+from torchmuster.cli.launching import job_and_transport, launch, run_folder, take_group
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.setting_options import settings_of
@@ -23,10 +22,7 @@ from torchmuster.config.training import (
 from torchmuster.config.written import settings_arguments, settings_yaml
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
-from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
-
-if TYPE_CHECKING:
-    from torchmuster.plan.proof.comparison import Promise
+from torchmuster.runfolder import create_run_folder, write_atomically
 
 WORKER = "torchmuster.worker"
 # torch's segments that can grow: less memory is lost between tensors of changing sizes.
@@ -58,8 +54,10 @@ def run(options: TrainOptions) -> int:
             why="a run prints the output of its ranks",
             fix="leave out --json; the metrics are in the run folder: metrics/steps.jsonl",
         )
-    group = node_group.take_group(options)
+    group = take_group(options)
     if group is not None:
+        from torchmuster.cli import node_group
+
         code = node_group.code_of_member(group, options)
         if code is not None:
             return code
@@ -77,19 +75,13 @@ def run(options: TrainOptions) -> int:
 
         if nothing_left(run, resolved):
             return ExitCode.GOOD
-    promise = None
-    if options.plan:
-        from torchmuster.cli.planned_training import follow_plan
-
-        options, promise = follow_plan(options, resolved)
-        resolved = with_absolute_folder(settings_of(options))
     spec = _job(options, resolved)
     is_here = not options.slurm and not spec.hosts  # on other hosts, the ranks check
     if is_here:
         check_here(resolved)
     if options.slurm:
         return slurm_run.submit_and_follow(options, spec)
-    spec, transport = hosts_for(options, spec, resolved, group)
+    spec, transport = job_and_transport(options, spec, resolved, group)
     if options.dry_run:
         from torchmuster.cli import dry_run
 
@@ -104,13 +96,15 @@ def run(options: TrainOptions) -> int:
         if code != ExitCode.GOOD:
             return code
         # A transport serves one launcher.
-        spec, transport = hosts_for(options, spec, resolved, group)
+        spec, transport = job_and_transport(options, spec, resolved, group)
     data = check_data(resolved) if is_here else None
     if data is not None:
         show_data(data)
     if run is None or group is not None:
         run = run_folder(options, spec, group)
-    _write_files(run, resolved, promise, data)
+    write_atomically(run.config, settings_yaml(resolved))
+    if data is not None:
+        write_atomically(run.data, json.dumps(data))
     return launch(options, _in_folder(spec, run.path, resolved), transport, run, resolved)
 
 
@@ -163,18 +157,3 @@ def _in_folder(spec: JobSpec, folder: Path, resolved: Resolved) -> JobSpec:
     arguments = ("--run-folder", str(folder.resolve()))
     place = checkpoint_place(resolved.settings.checkpoint, folder.resolve())
     return dataclasses.replace(spec, command=(*spec.command, *arguments), checkpoints=place)
-
-
-def _write_files(
-    run: RunFolder,
-    resolved: Resolved,
-    promise: "Promise | None",
-    data: dict[str, object] | None,
-) -> None:
-    write_atomically(run.config, settings_yaml(resolved))
-    if data is not None:
-        write_atomically(run.data, json.dumps(data))
-    if promise is not None:
-        from torchmuster.plan.proof import comparison
-
-        comparison.write_promise(run.path, promise)

@@ -13,7 +13,7 @@ from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:
-    from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
+    from torchmuster.monitor.views.run_picture import RunWatch
 
 _EVERY_S = 2.0
 
@@ -80,19 +80,15 @@ def _draw_until_over(watch: "RunWatch") -> None:
 
 
 def _print_alerts_until_over(watch: "RunWatch") -> None:
+    """Print new and resolved alerts, one per line, with the fix below."""
     while True:
         picture = watch.look(time.time())
-        _print_news(picture)
+        clock = time.strftime("%H:%M:%S")
+        for news in picture.news:
+            state = news.alert.severity if news.raised else "over"
+            output.print_text(f"{clock} {state}: {news.summary}")
+            if news.raised and news.fix:
+                output.print_text(f"{'':8} fix: {news.fix}")
         if picture.is_over:
             return
         time.sleep(_EVERY_S)
-
-
-def _print_news(picture: "RunPicture") -> None:
-    """Print new and resolved alerts, one per line, with the fix below."""
-    clock = time.strftime("%H:%M:%S")
-    for news in picture.news:
-        state = news.alert.severity if news.raised else "over"
-        output.print_text(f"{clock} {state}: {news.summary}")
-        if news.raised and news.fix:
-            output.print_text(f"{'':8} fix: {news.fix}")

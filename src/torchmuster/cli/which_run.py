@@ -36,53 +36,40 @@ def choose_run(
             fix="start one: muster run script.py; runs in another folder: --runs DIR",
         )
     if kind in ("training", "resume"):
-        run, why = _last_trained(runs, root, of_muster_train=kind == "resume")
+        run, why = _last_trained(runs, root, kind), "the last training run"
     else:
-        run, why = _last(runs, kind, refuse_several=refuse_several and which is None)
+        running = [run for run in runs if _is_active(run)]
+        if kind == "newest":
+            run, why = runs[0], "the newest run"
+            if running and run not in running:
+                why = f"the newest run; {running[0].id} is running"
+        elif len(running) > 1 and refuse_several and which is None:
+            raise Impossible(
+                f"{len(running)} runs are running",
+                why=", ".join(run.id for run in running[:_MOST_NAMED]),
+                fix=f"name one, for example the newest: {running[0].id}",
+            )
+        elif running:
+            run, why = running[0], "it is running"
+            if len(running) > 1:
+                why = f"the newest of {len(running)} running"
+        else:
+            run = next((run for run in runs if not _is_check(run)), runs[0])
+            why = "the newest run; none is running"
     output.say(f"muster: {run.id}: {why}")
     return run
 
 
-def _last(runs: Sequence[RunFolder], kind: Kind, *, refuse_several: bool) -> tuple[RunFolder, str]:
-    running = [run for run in runs if _is_active(run)]
-    if kind == "newest":
-        running_ids = [run.id for run in running if run != runs[0]]
-        return runs[0], f"the newest run{f'; {running_ids[0]} is running' if running_ids else ''}"
-    if len(running) > 1 and refuse_several:
-        raise Impossible(
-            f"{len(running)} runs are running",
-            why=", ".join(run.id for run in running[:_MOST_NAMED]),
-            fix=f"name one, for example the newest: {running[0].id}",
-        )
-    if running:
-        return running[0], "it is running" if len(running) == 1 else (
-            f"the newest of {len(running)} active runs"
-        )
-    real = [run for run in runs if not _is_test(run)]
-    return (real or runs)[0], "the newest run; none is running"
-
-
-def _last_trained(
-    runs: Sequence[RunFolder], root: Path, *, of_muster_train: bool
-) -> tuple[RunFolder, str]:
-    left_out: dict[str, str] = {}
+def _last_trained(runs: Sequence[RunFolder], root: Path, kind: Kind) -> RunFolder:
+    left_out = []
     for run in runs:
-        if reason := _is_test(run):
-            left_out[run.id] = reason
-        elif of_muster_train and not run.config.is_file():
-            left_out[run.id] = "not started by muster train"
-        elif _has_trained(run):
-            return run, "the last training run"
-        elif of_muster_train and not _has_failed(run):
-            # Stopped or killed before its first step line: it still is what the user started last.
-            return run, "the last training run, which has not logged a step yet"
-        else:
-            left_out[run.id] = "it has logged no step and saved no checkpoint"
+        if _has_trained(run) and (kind == "training" or run.config.is_file()):
+            return run
+        left_out.append(run.id)
     raise NoSuchRun(
-        f"no training run in {root} can be resumed"
-        if of_muster_train
-        else f"no run in {root} has trained",
-        why="; ".join(f"{name}: {reason}" for name, reason in [*left_out.items()][:_MOST_NAMED]),
+        f"there is no training run in {root}",
+        why=f"{', '.join(left_out[:_MOST_NAMED])}: a check, not started by muster train, or failed before the first "
+        "step",
         fix="start one: muster train --config config.yaml; to see all: muster runs",
     )
 
@@ -104,27 +91,22 @@ def _is_active(run: RunFolder) -> bool:
     return 0 <= time.time() - run.marker.stat().st_mtime < _LAUNCHED_WITHIN_S
 
 
-def _is_test(run: RunFolder) -> str:
-    """Return what kind of test a run is; "" for a run of a user's script."""
+def _is_check(run: RunFolder) -> bool:
+    """Return whether a run is one of muster check, or of muster train --check."""
     job = run_state.read_job(run)
     typed = job.typed[0] if job and job.typed else ""
-    if typed == "train" and not run.config.is_file():
-        return "a check"  # of muster train --check
-    return "a check" if typed == "check" else ""
+    return typed == "check" or (typed == "train" and not run.config.is_file())
 
 
 def _has_trained(run: RunFolder) -> bool:
-    """Return whether a run has a step or a checkpoint, or still may get one."""
+    """Return whether a run has a step or a checkpoint, or is a training that has not failed before."""
+    if _is_check(run):
+        return False
     for name in ("steps", "evaluations"):
         path = run.metrics / f"{name}.jsonl"
         if path.is_file() and path.stat().st_size:
             return True
-    state = run_state.read_state(run) if run.config.is_file() else None
-    if state is not None and (state.active or state.phase in ("finished", "saved")):
+    if run.checkpoints.is_dir() and committed_manifests(FolderStore(run.checkpoints)):
         return True
-    return run.checkpoints.is_dir() and bool(committed_manifests(FolderStore(run.checkpoints)))
-
-
-def _has_failed(run: RunFolder) -> bool:
     state = run_state.read_state(run)  # none: its launcher was killed before it wrote one
-    return state is not None and state.phase == "failed"
+    return run.config.is_file() and (state is None or state.phase != "failed")

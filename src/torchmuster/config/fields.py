@@ -14,6 +14,7 @@ from msgspec import inspect
 from torchmuster.config.settings import Settings
 
 _EACH_ITEM = ", each item "
+_MOST = 10**12  # of a count: no training has as many steps or samples in a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,6 @@ def is_list(path: str) -> bool:
         isinstance(alternative, inspect.VarTupleType)
         for alternative in _alternatives(leaves()[path].type)
     )
-
-
-def shortest_list(path: str) -> int:
-    """Return the number of items that a list setting needs at least."""
-    kinds = _alternatives(leaves()[path].type)
-    return max(kind.min_length or 1 for kind in kinds if isinstance(kind, inspect.VarTupleType))
 
 
 def is_text(path: str) -> bool:
@@ -104,16 +99,16 @@ def suggest_name(name: str, known: Collection[str]) -> str:
 def _walk(group: type, prefix: str) -> list[tuple[str, Leaf]]:
     found: list[tuple[str, Leaf]] = []
     hints = get_type_hints(group, include_extras=True)
-    for one in dataclasses.fields(group):
-        path = f"{prefix}{one.name}"
-        hint = hints[one.name]
+    for field in dataclasses.fields(group):
+        path = f"{prefix}{field.name}"
+        hint = hints[field.name]
         if _is_section(hint):
             found += _walk(hint, f"{path}.")
         else:
             info = inspect.type_info(hint)
             extra = info.extra_json_schema if isinstance(info, inspect.Metadata) else None
             text = str((extra or {}).get("description", ""))
-            found.append((path, Leaf(type=hint, default=one.default, help=text)))
+            found.append((path, Leaf(type=hint, default=field.default, help=text)))
     return found
 
 
@@ -125,7 +120,7 @@ def _alternatives(hint: Any) -> list[inspect.Type]:
     info = inspect.type_info(hint)
     info = info.type if isinstance(info, inspect.Metadata) else info
     types = info.types if isinstance(info, inspect.UnionType) else (info,)
-    return [one.type if isinstance(one, inspect.Metadata) else one for one in types]
+    return [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in types]
 
 
 def _describe(hint: Any) -> str:
@@ -144,26 +139,20 @@ def _word(info: inspect.Type) -> str:
             if low is not None and high is not None:
                 return f"a whole number from {low} to {high}"
             return "a whole number" + (f" of at least {low}" if low is not None else "")
-        case inspect.FloatType(gt=above, ge=low, lt=below, le=high):
-            if low is not None and high is not None:
-                return f"a number from {low:g} to {high:g}"
-            limit = f" above {above:g}" if above is not None else ""
-            limit = f" of at least {low:g}" if low is not None else limit
-            return f"a number{limit}" + (f" and below {below:g}" if below is not None else "")
+        case inspect.FloatType(gt=above, ge=low):
+            if above is not None:
+                return f"a number above {above:g}"
+            return "a number" + (f" of at least {low:g}" if low is not None else "")
         case inspect.StrType():
             return "a string"
         case inspect.LiteralType(values=values):
             return "one of " + ", ".join(str(value) for value in values)
         case inspect.DictType():
             return "a group of options"
-        case inspect.VarTupleType(item_type=item, max_length=most):
+        case inspect.VarTupleType(item_type=item):
             inner = item.types if isinstance(item, inspect.UnionType) else (item,)
-            items = f"a list of {most} items" if most is not None else "a list"
-            return items + _EACH_ITEM + " or ".join(_word(one) for one in inner)
+            return "a list" + _EACH_ITEM + " or ".join(_word(kind) for kind in inner)
     raise TypeError(f"no description for settings of type {info!r}")
-
-
-_MOST = 10**12  # of a count: no training has as many steps or samples in a batch
 
 
 def convert_value(path: str, value: object) -> object:

@@ -145,7 +145,7 @@ def _broken(where: str, what: str, fix: str = "") -> Layer:
 
 def _nearest_file(path: Path) -> str:
     try:
-        names = [one.name for one in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return ""
     # Compare stems: a common .yaml suffix does not make two names similar.

@@ -151,12 +151,6 @@ def _libraries(resolved: Resolved) -> Iterator[Mistake]:
                 fix=f"pip install 'torchmuster[{extra}]'",
             )
             return
-    if values["train.optimizer"] == "adamw_8bit" and not _is_installed("bitsandbytes"):
-        yield Mistake(
-            where=resolved.sources["train.optimizer"].where,
-            what="train.optimizer is adamw_8bit, but bitsandbytes is not installed",
-            fix="pip install 'torchmuster[qlora]'",
-        )
 
 
 def _sinks(resolved: Resolved) -> Iterator[Mistake]:

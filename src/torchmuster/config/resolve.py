@@ -103,7 +103,7 @@ def _build(chosen: Mapping[str, SettingValue]) -> Settings:
         groups.setdefault(section, {})[name] = entry.value
     top = groups.pop("", {})
     built = {name: kind(**groups.get(name, {})) for name, kind in fields.sections().items()}
-    return Settings(**top, **built)  # type: ignore[arg-type]  # checked by _check, field by field
+    return Settings(**top, **built)  # type: ignore[arg-type]  # checked by _checked, field by field
 
 
 def _get(settings: Settings, path: str) -> object:
@@ -117,11 +117,7 @@ def _explain(entry: SettingValue) -> list[Mistake]:
     """Return the mistakes in a value; for a list, one for each wrong item at its own position."""
     accepts, where = fields.describe_field(entry.path), entry.source.where
     items = entry.value if fields.is_list(entry.path) and isinstance(entry.value, list) else []
-    wrong = [
-        place
-        for place, item in enumerate(items)
-        if not _fits(entry.path, [item] * fields.shortest_list(entry.path))
-    ]
+    wrong = [place for place, item in enumerate(items) if not _fits(entry.path, [item])]
     if not wrong:
         what = f"{entry.path} must be {accepts}; this is {_shown(entry.value)}"
         fix = _hint(accepts, entry.value) or _other_setting(entry.value)

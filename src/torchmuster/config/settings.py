@@ -213,10 +213,9 @@ class Train:
     optimizer: Annotated[
         Text,
         Meta(
-            description="adamw, sgd, adafactor, muon (with AdamW for all but the hidden matrices), "
-            "adamw_8bit (bitsandbytes), or your module:function, called with the list of parameter "
-            "groups. With adamw the host never waits for the device in a step; with all others it "
-            "waits once. adafactor and adamw_8bit do not support fsdp."
+            description="adamw, sgd, or module:function of an optimizer, such as torch.optim:Adafactor or "
+            "bitsandbytes.optim:AdamW8bit, called with the list of parameter groups. With adamw the host "
+            "never waits for the device in a step; with all others it waits once."
         ),
     ] = "adamw"
     learning_rate: Annotated[
@@ -231,8 +230,8 @@ class Train:
     optimizer_options: Annotated[
         dict[str, Any] | None,
         Meta(
-            description="Other options: betas and eps of adamw, adamw_8bit and muon's AdamW; momentum of "
-            "sgd (0.9 if left out) and muon (0.95)."
+            description="Other options: betas and eps of adamw, momentum of sgd (0.9 if left out), keyword "
+            "arguments of a module:function."
         ),
     ] = None
     schedule: Annotated[
@@ -387,7 +386,7 @@ class Launch:
     end_hangs_after: Annotated[
         Duration | None,
         Meta(
-            description="Ranks that hang this long are killed, or never; 1m if left out, if they cannot recover."
+            description="Kill the ranks after a hang of this duration, or never. Default: after 1m, but only if they cannot recover."
         ),
     ] = None
 

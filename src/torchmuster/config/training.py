@@ -32,7 +32,7 @@ FUNCTIONS = ("model.build", "model.loss", "data.dataset", "train.optimizer")
 # The built-in values of settings that also take a function.
 OWN_NAMES: dict[str, tuple[str, ...]] = {
     "model.loss": ("cross_entropy", "language_model", "masked_language_model", "classification"),
-    "train.optimizer": ("adamw", "sgd", "adafactor", "muon", "adamw_8bit"),
+    "train.optimizer": ("adamw", "sgd"),
 }
 NEVER = "never"  # as checkpoint.every
 # The data sources whose records are text.
@@ -59,14 +59,9 @@ _ONLY_WITH = {
 # The optimizer options that each optimizer has, with what a value must be.
 OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps"),
-    "adamw_8bit": ("betas", "eps"),
-    "muon": ("betas", "eps", "momentum"),
     "sgd": ("momentum",),
-    "adafactor": (),
 }
 COLUMNS = ("text", "messages", "prompt", "completion")
-# These cannot update the shards of fsdp.
-UNSHARDED_OPTIMIZERS = ("adafactor", "adamw_8bit")
 
 
 def paths_for_ranks() -> list[str]:
@@ -155,7 +150,7 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
     for path, needed in _NEEDS.items():
         # A file may list defaults, as the one in a run folder does: they have no effect.
         is_default = values[path] in (None, fields.leaves()[path].default)
-        if is_default or any(values[one] for one in needed):
+        if is_default or any(values[setting] for setting in needed):
             continue
         yield Mistake(
             where=resolved.sources[path].where,
@@ -165,7 +160,7 @@ def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
     for path, (other, useful) in _ONLY_WITH.items():
         if values[path] in (None, fields.leaves()[path].default) or values[other] in useful:
             continue
-        shown = " or ".join(str(one).lower() for one in useful)
+        shown = " or ".join(str(value).lower() for value in useful)
         yield Mistake(
             where=resolved.sources[path].where,
             what=f"{path} has no effect with {other}: {str(values[other]).lower()}",
@@ -285,16 +280,7 @@ def warmup_steps_of(train: Train, total_steps: int | None) -> int | None:
 
 
 def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
-    optimizer, strategy = resolved.settings.train.optimizer, resolved.settings.distributed.strategy
-    if optimizer in UNSHARDED_OPTIMIZERS and strategy == "fsdp":
-        yield Mistake(
-            where=resolved.sources["train.optimizer"].where,
-            what=f"train.optimizer is {optimizer}, which cannot update the shards of fsdp "
-            f"({resolved.sources['distributed.strategy'].where})",
-            fix="use adamw, muon or sgd; or distributed.strategy: ddp, if a copy of the model fits on "
-            "each GPU",
-        )
-    known = OPTIMIZER_OPTIONS.get(optimizer)
+    known = OPTIMIZER_OPTIONS.get(resolved.settings.train.optimizer)
     if known is not None:  # a function of the user's has its own
         yield from _unknown_keys(resolved, "train.optimizer_options", known)
     yield from _unknown_keys(resolved, "data.columns", COLUMNS)

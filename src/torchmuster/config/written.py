@@ -20,8 +20,10 @@ def json_schema() -> dict[str, Any]:
     (reference,), components = msgspec.json.schema_components(
         [Settings], ref_template="#/$defs/{name}"
     )
-    for one in components.values():
-        one["additionalProperties"] = False  # an unknown key is an error, in the editor as well
+    for component in components.values():
+        component["additionalProperties"] = (
+            False  # an unknown key is an error, in the editor as well
+        )
     properties = components[Settings.__name__]["properties"]
     for name, group in fields.sections().items():
         properties[name] = {
@@ -75,7 +77,7 @@ def settings_yaml(resolved: Resolved) -> str:
 
 def settings_arguments(resolved: Resolved, chosen: Iterable[str]) -> list[str]:
     """Return ``--set path=value`` for those of the chosen settings that are not defaults."""
-    words: list[str] = []
+    arguments: list[str] = []
     values = resolved.values()
     for path in chosen:
         if resolved.sources[path].strength is Strength.DEFAULT:
@@ -83,8 +85,8 @@ def settings_arguments(resolved: Resolved, chosen: Iterable[str]) -> list[str]:
         value = values[path]
         # A string is passed unparsed, everything else is parsed as YAML; a choice needs no quotes.
         plain = isinstance(value, str) and (fields.is_text(path) or value.isidentifier())
-        words += ["--set", f"{path}={value if plain else _value(value)}"]
-    return words
+        arguments += ["--set", f"{path}={value if plain else _value(value)}"]
+    return arguments
 
 
 def _value(value: object) -> str:

@@ -1,16 +1,14 @@
 """Take a snapshot of this host: every accelerator, the CPU, who uses what, and findings."""
 
 import dataclasses
-import json
-import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from torchmuster import untrusted
 from torchmuster.devices import processes
@@ -27,8 +25,7 @@ IDLE_CORE_SHARE = 0.02
 ORPHAN_IDLE_S = 600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sighting:
+class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """What the last snapshot recorded about a process."""
 
     seen_unix_s: float
@@ -109,28 +106,16 @@ def user_state_folder(environment: Mapping[str, str]) -> Path | None:
 def load_sightings(path: Path) -> Record:
     """Read the record; a missing or broken one reads as empty."""
     try:
-        stored = untrusted.read_json(path)
-        return {
-            key: Sighting(**{name: _finite(value) for name, value in times.items()})
-            for key, times in stored.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
+        return untrusted.read_typed(path, msgspec.json.Decoder(Record).decode)
+    except (OSError, untrusted.Unreadable):
         return {}
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is not a time")
-    return number
 
 
 def save_sightings(path: Path, record: Mapping[str, Sighting]) -> None:
     """Write the record; if it cannot be written, idle times stay unknown."""
-    stored = {key: dataclasses.asdict(value) for key, value in record.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(stored), durable=False)
+        write_atomically(path, msgspec.json.encode(record).decode(), durable=False)
     except OSError:
         return
 

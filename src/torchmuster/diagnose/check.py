@@ -1,11 +1,10 @@
-"""A check: a question about a host, its cost, and the function that answers it.
+"""A check: a question about a host, and the function that answers it.
 
 Checks are data. Each file in ``machine/`` holds the checks of one subject, in a tuple ``CHECKS``. They are
 independent of each other, read only what ``Surroundings`` provides, and need neither torch nor
 root.
 """
 
-import enum
 import os
 import subprocess
 import sys
@@ -22,13 +21,6 @@ from torchmuster.finding import Finding
 
 # Without persistence mode, drivers initialize their GPUs one by one.
 LOOK_WITHIN_S = 20.0
-
-
-class Cost(enum.IntEnum):
-    """How long a check takes; slower ones run only on request."""
-
-    INSTANT = 0  # reads a few files
-    SECONDS = 1  # starts a process, imports torch, sends packets
 
 
 class DevicesSilent(Exception):
@@ -131,6 +123,5 @@ class Check:
     name: str
     asks: str
     run: Callable[[Surroundings], Iterable[Finding]]
-    cost: Cost = Cost.INSTANT
     systems: tuple[str, ...] = ()
     deadline_s: float = LOOK_WITHIN_S + 5

@@ -13,7 +13,7 @@ import msgspec
 
 from torchmuster.diagnose import collectives, probing, wrong_values
 from torchmuster.diagnose.clocks import clock_findings
-from torchmuster.diagnose.links.judge import gloo_uses, judge_links
+from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.diagnose.links.model import Link
 from torchmuster.diagnose.links.survey import survey_links
 from torchmuster.diagnose.probing import HostProbe
@@ -24,7 +24,7 @@ from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding, Status, exit_code, from_error, worst_first
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.console import Console
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.run import JobOutcome, Result
 from torchmuster.launch.launcher.session import Session
@@ -50,7 +50,7 @@ _CAUSES: dict[str, frozenset[str]] = {
 # The same, if the cause is at least as severe and names the same hosts.
 _CAUSES_THERE: dict[str, frozenset[str]] = {
     # The link was also measured without torch.
-    "slow-pair": frozenset({"slow-link", "stalled-link", "high-latency"}),
+    "slow-pair": frozenset({"slow-link", "stalled-link"}),
 }
 
 
@@ -106,52 +106,50 @@ def _evidence_of(by_host: Mapping[str, str]) -> str:
 
 
 def able_together(
-    nodes: Sequence[ConnectedHost], apart: Collection[tuple[int, int]]
+    hosts: Sequence[ConnectedHost], apart: Collection[tuple[int, int]]
 ) -> list[list[ConnectedHost]]:
     """Divide hosts into groups whose members can train together.
 
     ``apart`` are pairs of hosts (by place) of which one does not reach the other.
     """
     groups: list[list[ConnectedHost]] = []
-    for node in nodes:
+    for host in hosts:
         for group in groups:
-            if all(_fit(node, member, apart) for member in group):
-                group.append(node)
+            if all(_fit(host, member, apart) for member in group):
+                group.append(host)
                 break
         else:
-            groups.append([node])
+            groups.append([host])
     return groups
 
 
-def _fit(node: ConnectedHost, member: ConnectedHost, apart: Collection[tuple[int, int]]) -> bool:
-    assert node.record is not None
+def _fit(host: ConnectedHost, member: ConnectedHost, apart: Collection[tuple[int, int]]) -> bool:
+    assert host.record is not None
     assert member.record is not None
-    if (node.place, member.place) in apart or (member.place, node.place) in apart:
+    if (host.place, member.place) in apart or (member.place, host.place) in apart:
         return False
-    versions = []
-    for torch in (node.record.torch, member.record.torch):
-        versions.append((torch or "").partition("+")[0])
-    return node.record.system == member.record.system and versions[0] == versions[1]
+    versions = set()
+    for torch in (host.record.torch, member.record.torch):
+        versions.add((torch or "").partition("+")[0])
+    return host.record.system == member.record.system and len(versions) == 1
 
 
-def partitioned_hosts(links: Sequence[Link], *, both_ways: bool) -> set[tuple[int, int]]:
-    """Return the pairs of places between which ranks could not connect.
-
-    ``both_ways`` is for NCCL; with gloo, only one of two hosts connects to the other.
-    """
+def partitioned_hosts(links: Sequence[Link]) -> set[tuple[int, int]]:
+    """Return the pairs of hosts between which ranks cannot connect or cannot exchange data."""
     apart = set()
     for link in links:
-        stalls = link.figures is not None and link.figures.stalled
-        used = both_ways or gloo_uses(link)
-        if link.meeting_problem or stalls or (link.problem and used):
+        stalls = link.figures is not None and link.figures.bytes_per_s is None
+        if link.problem or link.rendezvous_problem or stalls:
             apart.add(link.places)
     return apart
 
 
 def reached_hosts(links: Sequence[Link]) -> set[int]:
-    """Return the places that every other host reached."""
+    """Return the hosts that every other host reached."""
     reached = {link.target.place for link in links}
-    return reached - {link.target.place for link in links if link.problem or link.meeting_problem}
+    return reached - {
+        link.target.place for link in links if link.problem or link.rendezvous_problem
+    }
 
 
 class GroupCheck:
@@ -161,7 +159,7 @@ class GroupCheck:
         self,
         spec: JobSpec,
         transport: Transport,
-        console: TerminalConsole,
+        console: Console,
         run: RunFolder,
         *,
         quick: bool = False,
@@ -172,7 +170,6 @@ class GroupCheck:
         self._transport = transport
         self._console = console
         self._quick = quick
-        self._many = len(transport.places) > 1
         self._output = probing.ProbeOutput()
         self._session = Session(spec, transport, self._output, run)
         self._attempts = 0
@@ -183,9 +180,15 @@ class GroupCheck:
         self._ranks: list[RankRecord] = []
         self._not_tried: list[str] = []
         self.token = self._session.token
-        self.stop = self._session.stop
-        self.pass_on = self._session.pass_on
         self.result: GroupResult | None = None
+
+    def stop(self, origin: str) -> None:
+        """Stop the check; a second request kills its ranks."""
+        self._session.stop(origin)
+
+    def pass_on(self, name: str) -> None:
+        """Forward a signal to every rank."""
+        self._session.pass_on(name)
 
     async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
         """Run the whole check."""
@@ -197,21 +200,21 @@ class GroupCheck:
             on_phase("joining")
             await self._transport.open(session.hosts.arrive)
             absent = await session.hosts.gather()
-            if self._many:
+            if self._session.is_many:
                 self._console.say(session.hosts.words())
             if self.spec.hosts:  # connected over ssh
                 looking = why_all_unreachable(absent, self._transport.places)
                 absent = await session.waiting.unless_stopped(looking)
             for place, finding in absent.items():
-                host = self._transport.places[place]
-                self._findings.append(dataclasses.replace(finding, hosts=(host,)))
+                hosts = (self._transport.places[place],)
+                self._findings.append(dataclasses.replace(finding, hosts=hosts))
             on_phase("starting")
-            here = [node for node in session.hosts.all if node.place not in absent]
+            here = [host for host in session.hosts.all if host.place not in absent]
             ready = await session.waiting.unless_stopped(self._check_hosts(here))
             await self._try_ranks(ready)
             self.result = self._result(absent, time.monotonic() - began_s)
-            good = exit_code(self.result.findings) == 0
-            result = Result.FINISHED if good else Result.FAILED
+            failed = exit_code(self.result.findings)
+            result = Result.FAILED if failed else Result.FINISHED
             outcome = JobOutcome(result=result, words=headline(self.result))
         except MusterError as error:  # the transport failed as a whole
             self._findings += from_error(error)
@@ -227,9 +230,9 @@ class GroupCheck:
 
     # ---- each host, and the links between them
 
-    async def _check_hosts(self, nodes: Sequence[ConnectedHost]) -> list[ConnectedHost]:
+    async def _check_hosts(self, hosts: Sequence[ConnectedHost]) -> list[ConnectedHost]:
         """Check hosts and links; return the hosts that can run ranks."""
-        examiners = [probe for _, probe in await self._each(nodes, HostProbe.engage)]
+        examiners = [probe for _, probe in await self._each(hosts, HostProbe.engage)]
         under_way: list[str] = []
 
         async def doing(what: str, work: Awaitable[Answer]) -> Answer:
@@ -242,26 +245,23 @@ class GroupCheck:
         async with self._session.waiting.reporting(lambda: ", ".join(under_way)):
             _, ready = await asyncio.gather(
                 doing("checking the hosts", self._examine(examiners)),
-                doing("reading devices and code", self._each(nodes, self._session.prepare_one)),
+                doing("reading devices and code", self._each(hosts, self._session.prepare_one)),
             )
             # Not in parallel: the checks would find the survey's open ports in use.
             await doing("measuring the links", self._survey(examiners))
-        both_ways = any(node.has_gpus for node in nodes)
-        self._findings += judge_links(self._links, both_ways=both_ways)
-        self._apart = partitioned_hosts(self._links, both_ways=both_ways)
-        if self._many:
-            await self._compare([node for node in nodes if not node.is_lost])
+        self._findings += judge_links(self._links)
+        self._apart = partitioned_hosts(self._links)
+        if self._session.is_many:
+            await self._compare([host for host in hosts if not host.is_lost])
         self._add_host_findings()
-        return [node for node, _ in ready if not node.is_lost]
+        return [host for host, _ in ready if not host.is_lost]
 
     async def _examine(self, examiners: Sequence[HostProbe]) -> None:
         argument = {"folder": self.spec.folder}
 
         async def examine(examiner: HostProbe) -> list[Finding]:
-            findings: list[Finding] = []
-            for check in await examiner.ask("examine", argument, within_s=_CHECKED_WITHIN_S):
-                findings += map(finding_from_json, check["findings"])
-            return findings
+            answer = await examiner.ask("examine", argument, within_s=_CHECKED_WITHIN_S)
+            return [finding_from_json(content) for content in answer]
 
         for examiner, findings in await self._each(examiners, examine):
             self._of_hosts[examiner.place] = findings
@@ -279,15 +279,15 @@ class GroupCheck:
         except MusterError as error:
             self._findings += from_error(error)
 
-    async def _compare(self, nodes: Sequence[ConnectedHost]) -> None:
+    async def _compare(self, hosts: Sequence[ConnectedHost]) -> None:
         try:
-            differences = self._session.differences(nodes)
+            differences = self._session.differences(hosts)
         except MusterError as error:
             differences = from_error(error)
-        without = [node for node in nodes if node.record is not None and not node.record.torch]
-        if all(self._names_found(node) & _NO_TORCH for node in without):  # reported with the cause
+        without = [host for host in hosts if host.record and not host.record.torch]
+        if all(self._names_found(host) & _NO_TORCH for host in without):  # reported with the cause
             differences = [finding for finding in differences if finding.name != "torch-missing"]
-        self._findings += [*differences, *clock_findings(nodes)]
+        self._findings += [*differences, *clock_findings(hosts)]
 
     def _add_host_findings(self) -> None:
         """Add the findings of the hosts' own checks, except those that the links have tested."""
@@ -297,7 +297,7 @@ class GroupCheck:
             hidden = _SHOWN_BY_LINKS if place in reached else frozenset()
             name = self._transport.places[place]
             shown[name] = [finding for finding in findings if finding.name not in hidden]
-        self._findings += merge_findings(shown, named=self._many)
+        self._findings += merge_findings(shown, named=self._session.is_many)
 
     async def _each(
         self, subjects: Sequence[Subject], work: Callable[[Subject], Awaitable[Answer]]
@@ -308,7 +308,8 @@ class GroupCheck:
         for subject, answer in zip(subjects, answers, strict=True):
             if isinstance(answer, MusterError):
                 refused = isinstance(subject, ConnectedHost) and not isinstance(answer, MachineLost)
-                if self._many and refused:  # by a node agent, which does not know its name here
+                # A node agent does not know its name here.
+                if refused and self._session.is_many:
                     answer.what = f"{subject.name}: {answer.what}"
                 for finding in from_error(answer):
                     self._findings.append(dataclasses.replace(finding, hosts=(subject.name,)))
@@ -324,42 +325,44 @@ class GroupCheck:
         if self._quick:
             self._not_tried.append("ranks (skipped by --quick)")
             return
-        able = [node for node in ready if self._has_torch(node)]
-        if unable := [node.name for node in ready if node not in able]:
+        able = [host for host in ready if self._has_torch(host)]
+        if unable := [host.name for host in ready if host not in able]:
             self._not_tried.append(
                 f"ranks on {name_several(unable)}, because torch cannot be used there"
             )
         groups = able_together(able, self._apart)
         if len(groups) > 1:
-            names = "; ".join(name_several([node.name for node in group]) for group in groups)
+            names = "; ".join(name_several([host.name for host in group]) for group in groups)
             self._not_tried.append(
                 f"ranks on all hosts together, because of the findings (groups: {names})"
             )
         for group in groups:
             await self._probe(group)
 
-    def _has_torch(self, node: ConnectedHost) -> bool:
-        return bool(node.record and node.record.torch) and not self._names_found(node) & _NO_TORCH
+    def _has_torch(self, host: ConnectedHost) -> bool:
+        return bool(host.record and host.record.torch) and not self._names_found(host) & _NO_TORCH
 
-    def _names_found(self, node: ConnectedHost) -> set[str]:
-        return {finding.name for finding in self._of_hosts.get(node.place, ())}
+    def _names_found(self, host: ConnectedHost) -> set[str]:
+        return {finding.name for finding in self._of_hosts.get(host.place, ())}
 
-    async def _probe(self, nodes: Sequence[ConnectedHost]) -> None:
-        probed = await self._run_probe(nodes, {})
+    async def _probe(self, hosts: Sequence[ConnectedHost]) -> None:
+        probed = await self._run_probe(hosts, {})
         second = None
         if variables := wrong_values.second_try(probed.records):
             settings = " ".join(f"{name}={value}" for name, value in variables.items())
             self._console.say(f"some values were wrong; running again with {settings}")
-            second = (await self._run_probe(nodes, variables)).records
+            second = (await self._run_probe(hosts, variables)).records
         self._ranks += probed.records
+        with_gpus = [host.name for host in hosts if host.has_gpus]
+        self._findings += collectives.judge_gpus(probed.records, with_gpus)
         self._findings += [*collectives.judge_collectives(probed.records, second), *probed.trouble]
 
     async def _run_probe(
-        self, nodes: Sequence[ConnectedHost], environment: Mapping[str, str]
+        self, hosts: Sequence[ConnectedHost], environment: Mapping[str, str]
     ) -> probing.Probed:
         spec = probing.spec_of(self.spec, environment)
         probed = await probing.run_check_ranks(
-            self._session, self._output, nodes, spec, attempt=self._attempts
+            self._session, self._output, hosts, spec, attempt=self._attempts
         )
         self._attempts += 1
         return probed
@@ -367,10 +370,9 @@ class GroupCheck:
     # ---- result
 
     def _result(self, absent: Mapping[int, Finding], seconds: float) -> GroupResult:
-        known = {node.place: node for node in self._session.hosts.all}
         return GroupResult(
             machines=tuple(
-                _machine(name, place, known.get(place), absent.get(place))
+                _machine(name, place, self._session.hosts.at(place), absent.get(place))
                 for place, name in enumerate(self._transport.places)
             ),
             findings=tuple(without_consequences(self._findings)),
@@ -381,15 +383,15 @@ class GroupCheck:
         )
 
 
-def _machine(name: str, place: int, node: ConnectedHost | None, absent: Finding | None) -> Machine:
-    record = None if node is None else node.record
+def _machine(name: str, place: int, host: ConnectedHost | None, absent: Finding | None) -> Machine:
+    record = None if host is None else host.record
     missing = (absent.why or absent.what).partition("\n")[0] if absent else ""
-    if node is None or record is None:
+    if host is None or record is None:
         return Machine(name=name, place=place, missing=missing or "it did not connect")
     return Machine(
         name=name,
         place=place,
-        missing=node.why_lost or missing,
+        missing=host.why_lost or missing,
         host=record.host,
         system=record.system,
         python=record.python,
@@ -397,9 +399,9 @@ def _machine(name: str, place: int, node: ConnectedHost | None, absent: Finding 
         torchmuster=record.torchmuster,
         cores=record.cores,
         addresses=tuple(address.address for address in record.addresses),
-        clock_offset_s=node.clock_offset_s,
-        devices=node.prepared.devices if node.prepared else (),
-        ranks=node.prepared.ranks if node.prepared else None,
+        clock_offset_s=host.clock_offset_s,
+        devices=host.prepared.devices if host.prepared else (),
+        ranks=host.prepared.ranks if host.prepared else None,
     )
 
 

@@ -6,40 +6,30 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from torchmuster.diagnose.check import Check, Cost, DevicesSilent, Surroundings
+from torchmuster.diagnose.check import Check, DevicesSilent, Surroundings
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResults:
-    """The findings and duration of one check; ``ended`` is False if it timed out."""
+    """The findings of one check; ``ended`` is False if it timed out."""
 
     check: Check
     findings: tuple[Finding, ...]
-    seconds: float
     ended: bool = True
 
 
-def chosen_of(checks: Sequence[Check], system: str, at_most: Cost) -> list[Check]:
-    """Return the checks that cost no more than ``at_most`` and apply to this system."""
-    return [
-        check
-        for check in checks
-        if check.cost <= at_most and (not check.systems or system in check.systems)
-    ]
-
-
-def run_checks(
-    surroundings: Surroundings, checks: Sequence[Check], *, at_most: Cost = Cost.INSTANT
-) -> list[CheckResults]:
-    """Run the checks that cost no more than ``at_most`` and apply to this system, in parallel.
+def run_checks(surroundings: Surroundings, checks: Sequence[Check]) -> list[CheckResults]:
+    """Run the checks that apply to this system, in parallel.
 
     A check that hangs (a dead network disk) leaves a thread behind that dies with the process.
     """
     began_s = time.monotonic()
     running: list[tuple[Check, Future[CheckResults]]] = []
-    for check in chosen_of(checks, surroundings.system, at_most):
+    for check in checks:
+        if check.systems and surroundings.system not in check.systems:
+            continue
         future: Future[CheckResults] = Future()
         thread = threading.Thread(target=_run, args=(check, surroundings, future), daemon=True)
         thread.start()
@@ -61,7 +51,7 @@ def run_checks(
 
 
 def _run(check: Check, surroundings: Surroundings, future: Future[CheckResults]) -> None:
-    began_s, ended = time.monotonic(), True
+    ended = True
     try:
         findings = tuple(check.run(surroundings))
     except DevicesSilent as error:
@@ -69,11 +59,9 @@ def _run(check: Check, surroundings: Surroundings, future: Future[CheckResults])
     except Exception as error:  # a failing check must not stop the others
         cause = f"{type(error).__name__}: {error}"
         findings = (finding("check-failed", check=check.name, cause=cause),)
-    seconds = time.monotonic() - began_s
-    result = CheckResults(check=check, findings=findings, seconds=seconds, ended=ended)
-    future.set_result(result)
+    future.set_result(CheckResults(check=check, findings=findings, ended=ended))
 
 
 def _given_up(check: Check) -> CheckResults:
     hangs = finding("check-hangs", check=check.name, deadline_s=check.deadline_s, asks=check.asks)
-    return CheckResults(check=check, findings=(hangs,), seconds=check.deadline_s, ended=False)
+    return CheckResults(check=check, findings=(hangs,), ended=False)

@@ -31,28 +31,14 @@ Verb = Callable[[Any], Awaitable[Any]]
 
 
 async def run_checks_here(argument: Any) -> list[dict[str, Any]]:
-    """Run the checks of this host; return the name, duration and findings of each.
-
-    The argument may have ``folder``, the folder for runs, and ``at_most``, the highest cost.
-    """
-    from torchmuster.diagnose.check import Cost, Surroundings
-    from torchmuster.diagnose.host_checks import run_checks as examine_here
+    """Run the checks of this host with ``folder`` for runs; return the findings."""
+    from torchmuster.diagnose.check import Surroundings
+    from torchmuster.diagnose.host_checks import run_checks
     from torchmuster.diagnose.machine import all_checks
 
-    wanted = argument or {}
-    folder = Path(wanted.get("folder") or Path.cwd())
-    at_most = Cost[wanted.get("at_most", Cost.INSTANT.name)]
-    examined = await asyncio.to_thread(
-        examine_here, Surroundings(folder=folder), all_checks.load(), at_most=at_most
-    )
-    return [
-        {
-            "check": result.check.name,
-            "seconds": result.seconds,
-            "findings": [finding.as_json() for finding in result.findings],
-        }
-        for result in examined
-    ]
+    surroundings = Surroundings(folder=Path(argument["folder"]))
+    results = await asyncio.to_thread(run_checks, surroundings, all_checks.load())
+    return [finding.as_json() for result in results for finding in result.findings]
 
 
 async def answer_request(question: Any) -> dict[str, Any]:

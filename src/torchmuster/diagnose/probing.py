@@ -16,12 +16,13 @@ from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.attempt import Attempt
+from torchmuster.launch.launcher.console import Console
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.session import Session
 from torchmuster.units import name_several
 
 _START_WITHIN_S = 20.0
-_WORDS_SHOWN = 4
+_LINES_SHOWN = 4
 PROGRAM = "torchmuster.diagnose.probes.collectives"
 # Much longer than the probe's own deadlines, as importing torch on a busy host is slow.
 DEADLINE_S = 180.0
@@ -52,21 +53,22 @@ class HostProbe(ProbeClient):
 
 def _exit_text(last: protocol.Relay) -> str:
     """Return how a probe exited, as text."""
-    words = "\n".join(last.text.strip().splitlines()[-_WORDS_SHOWN:])
+    tail = "\n".join(last.text.strip().splitlines()[-_LINES_SHOWN:])
     if last.exit_code is None:
-        return words or "its node agent is lost"
+        return tail or "its node agent is lost"
     how = f"on signal {-last.exit_code}" if last.exit_code < 0 else f"with code {last.exit_code}"
-    return f"the probe program exited {how}\n{words}".strip()
+    return f"the probe program exited {how}\n{tail}".strip()
 
 
-class ProbeOutput:
+class ProbeOutput(Console):
     """A console that keeps the output of the ranks."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._size = 0
         self._ended: set[int] = set()
         self.lines: list[str] = []
-        self.all_told = asyncio.Event()  # every rank has printed its last record
+        self.all_ended = asyncio.Event()  # every rank has printed its last record
 
     def world(self, size: int) -> None:
         """Set the number of ranks."""
@@ -78,20 +80,20 @@ class ProbeOutput:
         self.lines += lines
         self._ended |= {record.rank for record in records_from(lines) if record.ended}
         if len(self._ended) == self._size > 0:
-            self.all_told.set()
+            self.all_ended.set()
 
-    def listen_anew(self) -> None:
+    def clear(self) -> None:
         """Clear the output of the previous ranks."""
         self._size = 0
         self._ended.clear()
         self.lines.clear()
-        self.all_told.clear()
+        self.all_ended.clear()
 
     def progress(self) -> str:
         """Return the stages of the ranks as text; "" before their first record."""
         stages = Counter(record.stage for record in records_from(self.lines))
-        told = ", ".join(f"{stage} ({count} ranks)" for stage, count in stages.items())
-        return f"ranks running: {told}" if told else ""
+        running = ", ".join(f"{stage} ({count} ranks)" for stage, count in stages.items())
+        return f"ranks running: {running}" if running else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ def spec_of(spec: JobSpec, environment: Mapping[str, str]) -> JobSpec:
 
 async def run_check_ranks(
     session: Session,
-    ears: ProbeOutput,
+    output: ProbeOutput,
     nodes: Sequence[ConnectedHost],
     spec: JobSpec,
     *,
@@ -123,35 +125,35 @@ async def run_check_ranks(
 ) -> Probed:
     """Run the probe on these hosts; errors of a host become findings."""
     trouble: list[Finding] = []
-    ears.listen_anew()
+    output.clear()
     job = Attempt(session, nodes, attempt)
     try:
         preparing = (session.prepare_one(node, spec=spec) for node in nodes)
         await session.waiting.unless_stopped(asyncio.gather(*preparing))
-        async with session.waiting.reporting(ears.progress), asyncio.timeout(DEADLINE_S):
-            finding = await _until_told(job, ears)
+        async with session.waiting.reporting(output.progress), asyncio.timeout(DEADLINE_S):
+            finding = await _until_ended(job, output)
         trouble += [finding] if finding is not None else []
     except TimeoutError:
         await job.end()
-        trouble.append(_hangs(nodes, records_from(ears.lines)))
+        trouble.append(_hangs(nodes, records_from(output.lines)))
     except MusterError as error:  # no common rendezvous address, or a host is lost
         await job.end()
         trouble += from_error(error)
-    return Probed(records=_name(records_from(ears.lines), nodes), trouble=tuple(trouble))
+    return Probed(records=_name(records_from(output.lines), nodes), trouble=tuple(trouble))
 
 
-async def _until_told(attempt: Attempt, ears: ProbeOutput) -> Finding | None:
+async def _until_ended(attempt: Attempt, output: ProbeOutput) -> Finding | None:
     """Run the job until its ranks have printed their last records; do not wait for their exit."""
     job = asyncio.ensure_future(attempt.run())
-    told = asyncio.ensure_future(ears.all_told.wait())
+    ended = asyncio.ensure_future(output.all_ended.wait())
     try:
-        await asyncio.wait({job, told}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({job, ended}, return_when=asyncio.FIRST_COMPLETED)
         if job.done():
             return job.result()
     finally:
-        for task in (job, told):
+        for task in (job, ended):
             task.cancel()
-        await asyncio.gather(job, told, return_exceptions=True)
+        await asyncio.gather(job, ended, return_exceptions=True)
     await attempt.end(grace_s=0.0)
     return None
 

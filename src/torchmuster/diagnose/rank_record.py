@@ -56,10 +56,14 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """The exchange with another rank: ``values`` are the values that arrived here."""
+    """The exchange with another rank: ``values`` are the values that arrived here.
+
+    ``sums`` are those of an all-reduce of the two, made only if a sum over all ranks was wrong.
+    """
 
     peer: int
     values: Values
+    sums: Values = Values()
     bytes_per_s: float | None = None
 
 
@@ -93,20 +97,19 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     backend_reason: str = ""
     hip: bool = False  # its torch is for AMD GPUs
     accelerator: str | None = None  # available to torch, whether or not it is used
+    gpu_error: str = ""  # why torch does not use GPUs here
     stage: str = "start"
-    stage_s: dict[str, float] = {}
     matmuls: tuple[Matmul, ...] = ()
     health: Health | None = None
     operations: tuple[Operation, ...] = ()
-    suspects: tuple[tuple[int, ...], ...] = ()  # smallest groups of ranks whose sum was wrong
     pairs: tuple[Pair, ...] = ()
     trouble: Trouble | None = None
     ended: bool = False
 
     @property
-    def is_amd(self) -> bool:
-        """Whether it uses an AMD GPU, which torch also calls cuda."""
-        return self.hip
+    def matmul_values(self) -> Values:
+        """The values of all its matrix products."""
+        return sum((matmul.values for matmul in self.matmuls), start=Values())
 
     @property
     def where(self) -> str:

@@ -66,10 +66,10 @@ def _link(link: Link) -> dict[str, Any]:
         "to": link.target.name,
         "address": link.target.address,
         "problem": link.problem,
-        "meeting_problem": link.meeting_problem,
+        "rendezvous_problem": link.rendezvous_problem,
         "bytes_per_s": figures and figures.bytes_per_s,
         "round_trip_s": figures and figures.round_trip_s,
-        "stalled": bool(figures and figures.stalled),
+        "stalled": figures is not None and figures.bytes_per_s is None,
         "wrong_bytes": figures.wrong_bytes if figures else 0,
     }
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchmuster.diagnose.connection import problem_of
+from torchmuster.diagnose.links.call import local_end
 from torchmuster.diagnose.links.model import Interface
 from torchmuster.diagnose.links.serve import interfaces_here
 from torchmuster.diagnose.texts import finding
@@ -24,7 +25,6 @@ _WITHIN_S = 9.0
 # The kernel reports an unanswered ARP request after 3 s.
 _CONNECTED_WITHIN_S = 3.6
 _PROGRAM_WITHIN_S = 4.0
-_ANY_PORT = 9  # no packet is sent to it
 _USUAL_MTU, _TUNNEL_MTU = 1500, 1400
 # These findings may have more than one cause; the others are clear.
 _UNCLEAR = frozenset(
@@ -162,17 +162,6 @@ def interface_for(address: str, local: str, known: Sequence[Interface]) -> Inter
 def _has_network_of(interface: Interface, address: str) -> bool:
     wanted = ipaddress.ip_address(address)
     return any(wanted in ipaddress.ip_interface(entry).network for entry in interface.networks)
-
-
-def local_end(address: str) -> str:
-    """Return the source address for packets to this address, "" without a route; sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((address, _ANY_PORT))
-        except OSError:
-            return ""
-        return str(sock.getsockname()[0])
 
 
 async def _output(command: Sequence[str]) -> str | None:

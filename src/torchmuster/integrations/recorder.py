@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ _OWN_FIELDS = {"step", "at_unix_s", "file"}
 _STEP_ENTRIES = ("global_step", "step")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Arriving:
+    """A line with numbers that are on their way from the device."""
+
+    line: dict[str, Any]
+    tensors: dict[str, Any]  # on the host
+    event: Any  # of the device, after the copies
+
+    def whole(self) -> dict[str, Any]:
+        """Return the line with its numbers, once they have arrived."""
+        numbers = {name: _finite(float(tensor)) for name, tensor in self.tensors.items()}
+        return self.line | numbers
+
+
 class Recorder:
     """Counts steps and collects what the script or its library logs."""
 
@@ -56,23 +71,18 @@ class Recorder:
         self._clock = clock
         self._turn = threading.Lock()  # between the training and the heartbeat's thread
         self._waiting: list[dict[str, Any]] = []
-        # Lines whose numbers are on their way from the device: whether they arrived, and the line.
-        self._later: deque[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = deque()
+        self._arriving: deque[_Arriving] = deque()
         self._counts: dict[int, int] = {}  # steps of each optimizer
-        self._offset = 0  # of a resumed run, if the library tells its step
+        self._offset = 0  # of a resumed run
         self._optimizer: Any = None
         self._stepped_s: float | None = None
-        self._loader: int | None = None
-        self._samples: dict[int, int] = {}  # of each loader, since the last step
-        self.data_share: float | None = None
+        self._loader: int | None = None  # that was read last
+        self._samples = 0  # that it gave since the last step
         self._data_s = 0.0
-        self._shared = (
-            self._clock(),
-            0.0,
-        )  # when the last share was made, and the waiting time until then
-        self._begin_line()
+        self.data_share: float | None = None  # of the last line
         self._library_saves = False  # it reports its checkpoints itself, not file by file
         self._last_saved: dict[str, Any] | None = None  # its line
+        self._begin_line()
 
     def _begin_line(self) -> None:
         self._line_s = self._clock()
@@ -82,9 +92,14 @@ class Recorder:
         self._times: deque[float] = deque(maxlen=_MOST_STEPS)
 
     @property
+    def _counted(self) -> int:
+        """Number of steps in this process: of several optimizers, the one with the most counts."""
+        return max(self._counts.values(), default=0)
+
+    @property
     def step(self) -> int | None:
         """Number of optimizer steps, including those before a resume if known; None before the first step."""
-        return self._offset + max(self._counts.values()) if self._counts else None
+        return self._offset + self._counted if self._counts else None
 
     @property
     def device(self) -> Any:
@@ -96,11 +111,10 @@ class Recorder:
     # ---- called by the training thread
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """Count a step; with several optimizers, the one with the most steps counts."""
-        number = self._counts.get(id(optimizer), 0) + 1
-        before = self.step or 0
-        self._counts[id(optimizer)] = number
-        if (self.step or 0) <= before and before:
+        """Count a step."""
+        before = self._counted
+        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        if self._counted == before:
             return  # another optimizer of the same step
         now = self._clock()
         with self._turn:
@@ -109,20 +123,24 @@ class Recorder:
             self._stepped_s = now
             self._optimizer = optimizer
             self._line_steps += 1
-            # Of the loader that was read last: an evaluation between two steps does not count.
-            self._line_samples += self._samples.get(self._loader or 0, 0)
-            self._samples.clear()
+            self._line_samples += self._samples
+            self._samples = 0
 
     def batch_read(self, loader: int, seconds: float, samples: int) -> None:
-        """Add the time that the script waited for a batch."""
-        self._loader = loader
-        self._samples[loader] = self._samples.get(loader, 0) + samples
+        """Add the time that the script waited for a batch, and its samples."""
+        if loader != self._loader:  # an evaluation between two steps does not count
+            self._loader, self._samples = loader, 0
+        self._samples += samples
         self._data_s += seconds
 
+    def resume_at(self, step: int) -> None:
+        """Count from the step of the checkpoint that the script resumes from."""
+        self._offset = step - self._counted
+
     def begin_at(self, step: int) -> None:
-        """Count from the step of a resumed run, given by the library that trains and reports its checkpoints."""
+        """Count from a step that is given by the library that trains and reports its checkpoints."""
         self._library_saves = True
-        self._offset = step - max(self._counts.values(), default=0)
+        self.resume_at(step)
 
     def loaded(self, checkpoint: Any) -> None:
         """Count from the step that a restarted script loads with ``torch.load`` before its first step."""
@@ -133,19 +151,18 @@ class Recorder:
                 self.resume_at(checkpoint[name])
                 return
 
-    def resume_at(self, step: int) -> None:
-        """Count from the step of the checkpoint that a restarted script loads."""
-        self._offset = step
-
     def log(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
         """Record numbers of a step; tensors on a device are read when they are ready, without waiting."""
         if self._path is None:
             return
         with contextlib.suppress(Exception):  # a device that cannot copy must not stop the script
-            self._take_finished()
+            while self._arriving and self._arriving[0].event.query():
+                self._push(self._arriving.popleft().whole())
             if step is not None and self._counts:
-                self._offset = int(step) - max(self._counts.values())
-            line = self._line() | {"step": int(step if step is not None else self.step or 0)}
+                self.resume_at(int(step))
+            line = self._line()
+            if step is not None:
+                line["step"] = int(step)
             self._add(line, {_FIELDS.get(name, name): value for name, value in numbers.items()})
 
     def evaluated(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
@@ -202,33 +219,29 @@ class Recorder:
             self._library_saves = before
 
     def _add(self, line: dict[str, Any], numbers: Mapping[str, Any]) -> None:
-        plain: dict[str, Any] = {}
-        pending: dict[str, Any] = {}
+        """Push a line with those of the numbers that are numbers, as soon as the device has computed them."""
+        tensors: dict[str, Any] = {}
         for name, value in numbers.items():
-            if name in _OWN_FIELDS:
+            if name in _OWN_FIELDS or isinstance(value, bool):
                 continue
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                plain[name] = _finite(float(value)) if isinstance(value, float) else value
-            elif hasattr(value, "detach") and getattr(value, "numel", lambda: 0)() == 1:
-                pending[name] = value
-            elif hasattr(value, "item") and getattr(value, "size", 0) == 1:  # a number of numpy
-                plain[name] = _finite(float(value.item()))
-        line |= plain
-        copies = {name: _copy(tensor) for name, tensor in pending.items()}
-        if all(ready() for ready, _ in copies.values()):
-            self._push(line | {name: read() for name, (_, read) in copies.items()})
+            if isinstance(value, int):
+                line[name] = value
+            elif isinstance(value, float) or getattr(value, "size", 0) == 1:  # of numpy
+                line[name] = _finite(float(value))
+            elif hasattr(value, "detach") and value.numel() == 1:
+                tensors[name] = value.detach()
+        on_device = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]
+        if not on_device:
+            self._push(_Arriving(line=line, tensors=tensors, event=None).whole())
             return
-        self._later.append(
-            (
-                lambda: all(ready() for ready, _ in copies.values()),
-                lambda: line | {name: read() for name, (_, read) in copies.items()},
-            )
-        )
-
-    def _take_finished(self) -> None:
-        """Push lines whose numbers have arrived from the device; called by the training thread only."""
-        while self._later and self._later[0][0]():
-            self._push(self._later.popleft()[1]())
+        torch = sys.modules["torch"]
+        for name, tensor in tensors.items():
+            # A blocking read would wait for everything that is queued on the device.
+            held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            tensors[name] = held.copy_(tensor, non_blocking=True)
+        event = torch.Event(on_device[0].device)
+        event.record()
+        self._arriving.append(_Arriving(line=line, tensors=tensors, event=event))
 
     def _push(self, line: dict[str, Any]) -> None:
         with self._turn:
@@ -243,13 +256,15 @@ class Recorder:
             if self._line_steps and self._times and wall_s > 0:
                 # Not the mean: an evaluation or a save between two steps is not part of a step.
                 line["step_s"] = step_s = statistics.median(self._times)
-                line["data_share"] = min(1.0, (self._data_s - self._line_data_s) / wall_s)
-                line["compute_share"] = 1.0 - line["data_share"]  # with communication
+                self.data_share = min(1.0, (self._data_s - self._line_data_s) / wall_s)
+                line["data_share"] = self.data_share
+                line["compute_share"] = 1.0 - self.data_share  # with communication
                 if self._line_samples and step_s:
                     # Each rank reads its own samples.
                     line["samples"] = self._line_samples * self._world_size
                     line["samples_per_s"] = line["samples"] / self._line_steps / step_s
-            if (rate := _learning_rate(self._optimizer)) is not None:
+            rate = _learning_rate(self._optimizer)
+            if rate is not None:
                 line["learning_rate"] = rate
             self._begin_line()
         return line
@@ -258,34 +273,30 @@ class Recorder:
 
     def beat(self) -> None:
         """Make a line if the script logged none for a while, and write what is new."""
-        now, data_s = self._clock(), self._data_s
-        then, before_s = self._shared
-        if self._counts and now - then >= _LINE_EVERY_S:
-            self.data_share = min(1.0, (data_s - before_s) / (now - then))
-            self._shared = now, data_s
-        if self._path is None:
-            return
-        if self._line_steps and now - self._line_s >= _LINE_EVERY_S:
+        if self._line_steps and self._clock() - self._line_s >= _LINE_EVERY_S:
             self._push(self._line())
         self.flush()
 
     def flush(self) -> None:
-        """Write the waiting lines."""
+        """Write the waiting lines; ranks without a file forget them."""
         with self._turn:
             waiting, self._waiting = self._waiting, []
-        if waiting and self._path is not None:
-            memory = {"memory_peak_bytes": _memory_peak()}
-            waiting = [memory | line if line["file"] == "steps" else line for line in waiting]
-            text = "".join(json.dumps(line, default=str) + "\n" for line in waiting)
-            with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
-                stream.write(text)
+        if not waiting or self._path is None:
+            return
+        memory = {"memory_peak_bytes": _memory_peak()}
+        text = ""
+        for line in waiting:
+            text += json.dumps(memory | line if line["file"] == "steps" else line, default=str)
+            text += "\n"
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
+            stream.write(text)
 
     def end(self) -> None:
         """Write the rest at the end of the script."""
         with contextlib.suppress(Exception):
-            while self._later:
-                self._push(self._later.popleft()[1]())
-            if self._path is not None and self._line_steps:
+            while self._arriving:
+                self._push(self._arriving.popleft().whole())
+            if self._line_steps:
                 self._push(self._line())
             self.flush()
 
@@ -318,21 +329,6 @@ def begin_recording(rank: int, records: Path, world_size: int) -> Recorder:
     return recorder
 
 
-def _copy(tensor: Any) -> tuple[Callable[[], bool], Callable[[], float | None]]:
-    """Return whether a tensor's value has arrived on the host, and a function that reads it."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu":
-        value = _finite(float(tensor))
-        return (lambda: True), (lambda: value)
-    torch = sys.modules["torch"]
-    # A blocking read would wait for everything that is queued on the device.
-    held = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    held.copy_(tensor, non_blocking=True)
-    arrived = torch.Event(tensor.device)
-    arrived.record()
-    return arrived.query, (lambda: _finite(float(held)))
-
-
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
@@ -340,9 +336,7 @@ def _finite(number: float) -> float | None:
 def _learning_rate(optimizer: Any) -> float | None:
     with contextlib.suppress(Exception):
         rate = optimizer.param_groups[0]["lr"]
-        if isinstance(rate, int | float):
-            return float(rate)
-        if rate.device.type == "cpu":
+        if isinstance(rate, int | float) or rate.device.type == "cpu":
             return float(rate)
     return None
 

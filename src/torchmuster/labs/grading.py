@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -24,7 +24,6 @@ DEADLINE_S = 30.0  # of an exercise; the longest solution needs a twentieth of i
 # each rank; if the first rank reports a mistake, only long enough to get the same report.
 _AFTER_THE_FIRST = 0.3
 _AFTER_A_MISTAKE_S = 1.0
-_SAY_EVERY_S = 8.0
 _LOOK_EVERY_S = 0.01
 _STACKS_WITHIN_S = 0.3
 _PRINTED_LINES = 6
@@ -69,7 +68,6 @@ def grade(
     *,
     tests: Path | None = None,
     deadline_s: float = DEADLINE_S,
-    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Verdict, ...]:
     """Return a verdict on each of these exercises in the learner's file."""
     # On the CPU, so that a file gets the same points on every host.
@@ -86,7 +84,7 @@ def grade(
                 ranks=exercise.ranks,
                 joined=exercise.joined and exercise.ranks > 1,
             )
-            verdicts.append(_most_informative(_run(task, deadline_s, say)))
+            verdicts.append(_most_informative(_run(task, deadline_s)))
     return tuple(verdicts)
 
 
@@ -122,7 +120,7 @@ def _be_learner(rank: int, task: Task) -> None:
     run_exercise(rank, task)
 
 
-def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Verdict]:
+def _run(task: Task, deadline_s: float) -> list[Verdict]:
     """Run one exercise; ranks beyond the deadline are killed, and count as hanging."""
     folder = Path(task.folder)
     (folder / "scratch").mkdir()
@@ -138,32 +136,29 @@ def _run(task: Task, deadline_s: float, say: Callable[[str], None]) -> list[Verd
         environment={},
     )
     with forked_ranks.started(program) as processes:
-        outcomes = _wait(processes, task, deadline_s, say)
-        missing = [rank for rank in range(task.ranks) if rank not in outcomes]
-        outcomes |= _hanging(missing, processes, outcomes, task)
+        outcomes = _wait(processes, task, deadline_s)
+        outcomes |= _hanging(processes, outcomes, task)
     return [
         _with_output(outcomes[rank], folder / f"rank-{rank}.log", rank) for rank in sorted(outcomes)
     ]
 
 
-def _wait(
-    processes: Sequence[BaseProcess], task: Task, deadline_s: float, say: Callable[[str], None]
-) -> dict[int, Verdict]:
+def _wait(processes: Sequence[BaseProcess], task: Task, deadline_s: float) -> dict[int, Verdict]:
     """Wait until each rank has a result, or until the deadline."""
-    began_s = said_s = time.monotonic()
-    end_s = began_s + deadline_s
+    end_s = time.monotonic() + deadline_s
     outcomes: dict[int, Verdict] = {}
     while len(outcomes) < len(processes) and time.monotonic() < end_s:
         for rank, process in enumerate(processes):
             if rank in outcomes:
                 continue
             alive = process.is_alive()  # before reading: it may write its file and die in between
-            outcome = _outcome_of(Path(task.folder), rank)
-            if outcome is None and alive:
+            file = Path(task.folder) / f"outcome-{rank}.json"
+            if file.exists():
+                outcome = msgspec.json.decode(file.read_bytes(), type=Verdict)
+            elif alive:
                 continue
-            if outcome is None:
-                end = forked_ranks.end_text(process)
-                seen = f"rank {rank}: {end}"
+            else:
+                seen = f"rank {rank}: {forked_ranks.end_text(process)}"
                 outcome = Verdict(exercise=task.exercise, mistake="died", seen=seen)
             outcomes[rank] = outcome
             patience_s = deadline_s * _AFTER_THE_FIRST
@@ -171,21 +166,14 @@ def _wait(
                 patience_s = _AFTER_A_MISTAKE_S
             end_s = min(end_s, time.monotonic() + patience_s)
         time.sleep(_LOOK_EVERY_S)
-        if time.monotonic() - said_s > _SAY_EVERY_S:
-            said_s = time.monotonic()
-            say(
-                f"your code has been running for {said_s - began_s:.0f} s; hanging exercises will be killed and reported"
-            )
     return outcomes
 
 
 def _hanging(
-    ranks: Sequence[int],
-    processes: Sequence[BaseProcess],
-    outcomes: dict[int, Verdict],
-    task: Task,
+    processes: Sequence[BaseProcess], outcomes: dict[int, Verdict], task: Task
 ) -> dict[int, Verdict]:
     """Return outcomes for the ranks without a result, with the line where each one is."""
+    ranks = [rank for rank in range(task.ranks) if rank not in outcomes]
     for rank in ranks:
         os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # it writes its stack
     if ranks:
@@ -194,31 +182,20 @@ def _hanging(
     for rank, outcome in sorted(outcomes.items()):
         finished += f"; rank {rank} has finished {outcome.seen}"
     has_mistake = any(outcome.mistake for outcome in outcomes.values())
+    file = Path(task.file)
+    line = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')  # the innermost
     found = {}
     for rank in ranks:
-        line = _learners_line(Path(task.folder) / f"stack-{rank}.txt", Path(task.file))
-        seen = f"rank {rank} is still {line or 'running'}{finished}".strip()
-        mistake = "hangs"
-        if has_mistake and not line:  # it waits in the test for a rank with a mistake
+        stack = Path(task.folder, f"stack-{rank}.txt")
+        match = line.search(stack.read_text(encoding="utf-8", errors="replace"))
+        mistake, where = "hangs", "running"
+        if match is not None:
+            where = f"at {file.name}:{match[1]}, in {match[2]}"
+        elif has_mistake:  # it waits in the test for a rank with a mistake
             mistake = "waits"
+        seen = f"rank {rank} is still {where}{finished}".strip()
         found[rank] = Verdict(exercise=task.exercise, mistake=mistake, seen=seen)
     return found
-
-
-def _outcome_of(folder: Path, rank: int) -> Verdict | None:
-    try:
-        return msgspec.json.decode((folder / f"outcome-{rank}.json").read_bytes(), type=Verdict)
-    except FileNotFoundError:
-        return None
-
-
-def _learners_line(stack: Path, file: Path) -> str:
-    """Return where a rank is: the innermost line of the learner's file."""
-    pattern = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')
-    match = pattern.search(stack.read_text(encoding="utf-8", errors="replace"))
-    if match is None:
-        return ""
-    return f"at {file.name}:{match[1]}, in {match[2]}"
 
 
 def _most_informative(outcomes: Sequence[Verdict]) -> Verdict:

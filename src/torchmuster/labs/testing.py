@@ -264,10 +264,6 @@ def _learners_frames(error: BaseException, file: Path) -> list[traceback.FrameSu
 # ---- records of what the learner's code does, without a change of its results
 
 
-class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):
-    """The calls of one function, in order: positional and named arguments."""
-
-
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace a name temporarily."""
@@ -280,9 +276,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def watched(owner: Any, name: str, before: Callable[..., object] | None = None) -> Iterator[Calls]:
+def watched(
+    owner: Any, name: str, before: Callable[..., object] | None = None
+) -> Iterator[list[tuple[Any, Any]]]:
     """Record the calls of a function; ``before`` gets the arguments of each call first."""
-    calls = Calls()
+    calls: list[tuple[Any, Any]] = []  # positional and named arguments
     original = getattr(owner, name)
 
     def watching(*arguments: Any, **named: Any) -> Any:

@@ -10,7 +10,6 @@
     labs/ddp/report.html          the page of ``muster lab report``
 """
 
-import hashlib
 import re
 import shutil
 from dataclasses import dataclass
@@ -30,9 +29,8 @@ _NO_ANSWER = "(your answer)"
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The grade of a file. ``of`` is the file's fingerprint, to detect later changes."""
+    """The result of ``muster lab check``."""
 
-    of: str
     points: int
     verdicts: tuple[Verdict, ...]
 
@@ -58,10 +56,6 @@ class Workspace:
     def _grade(self) -> Path:
         return self.folder / "grade.json"
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the file."""
-        return hashlib.sha256(self.file.read_bytes()).hexdigest()
-
     def keep(self, grade: Grade) -> None:
         """Save a grade."""
         write_atomically(self._grade, msgspec.json.encode(grade).decode() + "\n")
@@ -72,6 +66,11 @@ class Workspace:
             return msgspec.json.decode(self._grade.read_bytes(), type=Grade)
         except (OSError, msgspec.MsgspecError):
             return None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the learner's file is newer than its grade."""
+        return self.file.stat().st_mtime > self._grade.stat().st_mtime
 
     def answers(self) -> list[tuple[str, str]]:
         """Return the questions with their answers; an answer is empty if it is not written yet."""
@@ -110,11 +109,20 @@ def start_workspace(lesson: Lesson, root: Path) -> Workspace:
 
 def find_workspace(name: str | None, root: Path) -> Workspace:
     """Find a started lab: by name, by the current folder, or the one changed last."""
-    if name is not None:
-        return _started(lessons.lesson(name), root)
     here = Path.cwd()
-    if here.name in lessons.NAMES and (here / lessons.lesson(here.name).file).is_file():
-        return Workspace(lessons.lesson(here.name), Path())
+    if name in (None, here.name) and here.name in lessons.NAMES:
+        inside = Workspace(Lesson(here.name), Path())
+        if inside.file.is_file():
+            return inside
+    if name is not None:
+        workspace = Workspace(lessons.lesson(name), root / name)
+        if not workspace.file.is_file():
+            raise Impossible(
+                f"lab {name} has not been started",
+                why=f"there is no {workspace.file}",
+                fix=f"muster lab start {name}",
+            )
+        return workspace
     workspaces = [workspace for workspace in all_workspaces(root) if workspace.file.is_file()]
     if not workspaces:
         raise Impossible(
@@ -128,17 +136,3 @@ def find_workspace(name: str | None, root: Path) -> Workspace:
 def all_workspaces(root: Path) -> list[Workspace]:
     """Return a workspace for every lab, started or not."""
     return [Workspace(Lesson(name), root / name) for name in lessons.NAMES]
-
-
-def _started(lesson: Lesson, root: Path) -> Workspace:
-    workspace = Workspace(lesson, root / lesson.name)
-    here = Path.cwd()
-    if not workspace.file.is_file() and here.name == lesson.name and (here / lesson.file).is_file():
-        return Workspace(lesson, Path())
-    if not workspace.file.is_file():
-        raise Impossible(
-            f"lab {lesson.name} has not been started",
-            why=f"there is no {workspace.file}",
-            fix=f"muster lab start {lesson.name}",
-        )
-    return workspace

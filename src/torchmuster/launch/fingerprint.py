@@ -21,7 +21,6 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from torchmuster import __version__
-from torchmuster.devices.processes import user_of_this_process
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.launch import protocol
 from torchmuster.launch.network import interfaces as network_interfaces
@@ -40,10 +39,7 @@ def this_node(*, interfaces: Sequence[Interface] | None = None) -> protocol.Node
     """Return the record of this host and this process."""
     return protocol.NodeRecord(
         host=socket.gethostname(),
-        user=user_of_this_process(),
-        pid=os.getpid(),
         system=sys.platform,
-        machine=platform.machine(),
         python=platform.python_version(),
         torch=torch_version(),
         torchmuster=__version__,
@@ -97,57 +93,33 @@ def take_fingerprint(
     """Return the fingerprint of what a command would run in a folder, without running any of it."""
     script: Path | None = Path(folder, command[0])
     if module:
-        script = module_file(command[0], folder)
-    code_sha256, code_files = "", 0
+        script = _module_file(command[0], folder)
+    code_sha256 = ""
     if script is not None:
-        code_sha256, code_files = _code_of(
+        code_sha256 = _code_of(
             code_folder(script, module, folder), bounds if bounds is not None else Bounds()
         )
     return protocol.Fingerprint(
         script_sha256=_file_sha256(script) if script is not None else "",
         code_sha256=code_sha256,
-        code_files=code_files,
     )
 
 
 def code_folder(script: AnyPath, module: bool, folder: str) -> AnyPath:
     """Return the folder from which a script imports its own code.
 
-    That is the script's folder; for a module it is the working directory, or its package if that is
-    installed elsewhere.
+    That is the script's folder; for a module it is the working directory.
     """
-    if module and script.is_relative_to(folder):
-        return type(script)(folder)
-    return script.parent
+    return type(script)(folder) if module else script.parent
 
 
-def module_file(name: str, folder: str) -> Path | None:
-    """Return the file that ``python -m name`` would run in a folder, importing nothing."""
-    roots = [folder, *filter(None, sys.path)]
-    top, *rest = name.split(".")
-    found = _module_below([Path(root) for root in roots], [top, *rest])
-    return found or _module_below(_hooked(top), rest)
-
-
-def _module_below(roots: Sequence[Path], parts: Sequence[str]) -> Path | None:
-    for root in roots:
-        inside = root.joinpath(*parts)
-        files = [inside / "__main__.py"] + (
-            [inside.with_name(f"{inside.name}.py")] if parts else []
-        )
-        for file in files:
-            if file.is_file():
-                return file
+def _module_file(name: str, folder: str) -> Path | None:
+    """Return the file that ``python -m name`` would run in a folder; None if the module is installed elsewhere."""
+    inside = Path(folder, *name.split("."))
+    for file in (inside / "__main__.py", inside.with_name(f"{inside.name}.py")):
+        if file.is_file():
+            return file
     return None
-
-
-def _hooked(top: str) -> list[Path]:
-    """Return the folders of a package that is installed in editable mode."""
-    try:
-        found = importlib.util.find_spec(top)  # imports nothing for a name without a dot
-        return [Path(place) for place in (found and found.submodule_search_locations) or ()]
-    except (ImportError, ValueError):
-        return []
 
 
 def _file_sha256(path: Path) -> str:
@@ -159,8 +131,8 @@ def _file_sha256(path: Path) -> str:
         return ""
 
 
-def _code_of(folder: Path, bounds: Bounds) -> tuple[str, int]:
-    """Return the hash of all Python files below a folder, "" if they are too many, and their number."""
+def _code_of(folder: Path, bounds: Bounds) -> str:
+    """Return the hash of all Python files below a folder, "" if they are too many."""
     until_s = time.monotonic() + bounds.seconds
     files: list[Path] = []
     size_bytes = entries = 0
@@ -176,12 +148,12 @@ def _code_of(folder: Path, bounds: Bounds) -> tuple[str, int]:
                 size_bytes += _size_bytes(files[-1])
         is_too_large = len(files) > bounds.files or size_bytes > bounds.size_bytes
         if is_too_large or entries > bounds.entries or time.monotonic() > until_s:
-            return "", len(files)
+            return ""
     whole = hashlib.sha256()
     for path in sorted(files):
         name = path.relative_to(folder).as_posix()
         whole.update(f"{name}\0{_file_sha256(path)}\n".encode(errors="surrogateescape"))
-    return whole.hexdigest(), len(files)
+    return whole.hexdigest()
 
 
 def _is_foreign(name: str) -> bool:

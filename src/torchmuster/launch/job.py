@@ -10,6 +10,8 @@ from torchmuster.errors import Impossible
 Device = Literal["auto", "gpu", "cpu"]
 
 USUAL_PORT = 29400
+# How long ranks that are asked to stop may take; torch's elastic agent reads this variable too.
+GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"
 # A name that begins with a dash would be an option to ssh, or to a program that ssh passes it to.
 _HOST = re.compile(r"(?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w[\w.-]*)?\])", re.ASCII)
 

@@ -17,8 +17,8 @@ from typing import Literal
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding
 from torchmuster.launch.job import JobSpec, Limits
-from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.launch import launch
+from torchmuster.launch.launcher.console import Console
+from torchmuster.launch.launcher.launch import run_task
 from torchmuster.launch.launcher.run import Run
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder, write_atomically
@@ -30,38 +30,21 @@ _SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOutput:
+class RankAnswers:
     """The outcome of the ranks: the text each wrote, by rank; and why they failed, if they did."""
 
     texts: dict[int, str]
     trouble: Finding | None
 
 
-class _QuietConsole(TerminalConsole):
+class _FindingsOnly(Console):
     """A console that keeps findings and prints nothing."""
 
     findings: tuple[Finding, ...] = ()
 
-    @contextlib.contextmanager
-    def speaking(self) -> Iterator[None]:
-        """Print nothing while the ranks run."""
-        yield
-
-    def world(self, size: int) -> None:
-        """Print nothing."""
-
-    def say(self, text: str, *, in_log_only: bool = False) -> None:
-        """Print nothing."""
-
-    def output(self, rank: int, text: str) -> None:
-        """Print nothing: the output is in the rank's log."""
-
     def show(self, findings: Sequence[Finding]) -> None:
         """Keep the finding."""
         self.findings += tuple(findings)
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 def run_local_ranks(
@@ -75,7 +58,7 @@ def run_local_ranks(
     typed: tuple[str, ...] = ("plan",),
     doing: str = "",
     say: Callable[[str], None] = lambda _: None,
-) -> RankOutput:
+) -> RankAnswers:
     """Run a module on a number of ranks and wait until they exit.
 
     It gets two arguments: a file with the ``request``, and a folder in which each rank writes its
@@ -99,10 +82,10 @@ def run_local_ranks(
             limits=Limits(grace_s=_GRACE_S, end_hangs_s=_HANGS_AFTER_S),
         )
         folder_of_run = create_run_folder(place, name)
-        console = _QuietConsole(folder_of_run)
+        console = _FindingsOnly()
         transport = LocalTransport(socket.gethostname())
         with _with_progress(f"{doing or name} on {ranks} {'rank' if ranks == 1 else 'ranks'}", say):
-            code = launch(Run(spec, transport, console, folder_of_run), console)
+            code = run_task(Run(spec, transport, console, folder_of_run), console)
         if code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         if code in (ExitCode.TERMINATED, ExitCode.KILLED):
@@ -112,7 +95,7 @@ def run_local_ranks(
             for path in answers.glob("rank-*.json")
         }
     trouble = console.findings[-1] if code != ExitCode.GOOD and console.findings else None
-    return RankOutput(texts=texts, trouble=trouble)
+    return RankAnswers(texts=texts, trouble=trouble)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ docs/dev/wire-protocol.md.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -46,10 +46,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a host reports about itself when it joins. Unknown is None, never a guess."""
 
     host: str
-    user: str
-    pid: Integer
     system: str  # linux, darwin, win32
-    machine: str  # x86_64, arm64, …
     python: str  # 3.11.7
     torch: str | None  # 2.13.0+cpu; None if it is not installed
     torchmuster: str
@@ -63,7 +60,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     script_sha256: str
     code_sha256: str  # of all Python files in the script's folder, or "" if there are too many
-    code_files: Integer
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +69,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: Integer
-    local_rank: Integer
     exit_code: Integer  # negative: the signal that killed it
     ago_s: float
     error: str = ""  # "RuntimeError: …", the last line of the traceback
@@ -83,7 +78,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
     traceback: str = ""
     last_lines: str = ""
-    peak_rss_bytes: Integer | None = None
     evidence: str = ""  # what the host knows about the cause: "the kernel killed it: out of memory"
 
 
@@ -180,17 +174,16 @@ class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
     ranks: tuple[Integer, ...]
 
 
-class StartSidecar(Message, frozen=True, kw_only=True, tag="start-sidecar"):
-    """Start a sidecar process next to the node agent; it exits with the node agent, or on request."""
+class Relay(Message, frozen=True, kw_only=True, tag="relay", omit_defaults=True):
+    """A line for the sidecar process next to the node agent, or a line that it wrote; at its end its last output on standard error.
 
-    program: str  # a module of torchmuster, run with python -m
-    token: Token  # of this node agent's part of the run: the sidecar's token extends it
+    The first one names the program: a module of torchmuster, run with ``python -m``, and the token of this node agent's part of
+    the run, which the sidecar's token extends.
+    """
 
-
-class Relay(Message, frozen=True, kw_only=True, tag="relay"):
-    """A line for the sidecar, or a line that it wrote; at its end its last output on standard error."""
-
-    text: str
+    text: str = ""
+    program: str = ""
+    token: Token | None = None
     is_last: bool = False  # the sidecar has exited
     exit_code: Integer | None = None  # negative: the signal that killed it; None: unknown
 
@@ -216,12 +209,6 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
     protocol: Integer
     record: NodeRecord
-
-
-class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """The request cannot be fulfilled on this host, and why."""
-
-    trouble: Trouble
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
@@ -256,10 +243,11 @@ class Reached(Message, frozen=True, kw_only=True, tag="reached"):
     results: tuple[ReachResult, ...]
 
 
-class Done(Message, frozen=True, kw_only=True, tag="done"):
-    """A request that needs no other answer was carried out."""
+class Done(Message, frozen=True, kw_only=True, tag="done", omit_defaults=True):
+    """A request that needs no other answer was carried out, or any request cannot be, and why."""
 
-    request: Literal["start", "start-sidecar", "dump-stacks"]
+    dumped_stacks: bool = False
+    trouble: Trouble | None = None
 
 
 class Output(Message, frozen=True, kw_only=True, tag="output", omit_defaults=True):
@@ -305,31 +293,11 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
 
 
 ToAgent = Annotated[
-    Prepare
-    | Listen
-    | Reach
-    | Start
-    | Stop
-    | Signal
-    | DumpStacks
-    | StartSidecar
-    | Relay
-    | Alive
-    | Leave,
+    Prepare | Listen | Reach | Start | Stop | Signal | DumpStacks | Relay | Alive | Leave,
     "to a node agent",
 ]
 FromAgent = Annotated[
-    Hello
-    | Refused
-    | Prepared
-    | Listening
-    | Reached
-    | Done
-    | Output
-    | Heartbeats
-    | Ended
-    | Relay
-    | Alive,
+    Hello | Prepared | Listening | Reached | Done | Output | Heartbeats | Ended | Relay | Alive,
     "from a node agent",
 ]
 

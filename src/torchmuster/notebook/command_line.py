@@ -1,14 +1,10 @@
 """The arguments of ``%muster`` and ``%%rank``."""
 
 import argparse
-from pathlib import Path
 from typing import NoReturn
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.console import rank_text
-
-_GRACE_S = 2.0
 
 
 class HelpShown(Exception):
@@ -47,19 +43,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def requested_ranks(options: argparse.Namespace) -> JobSpec:
-    """Return the job of ``%muster start``; its command is added when the ranks start."""
-    return JobSpec(
-        name="notebook",
-        command=(),
-        module=True,
-        typed=("notebook",),
-        folder=str(Path.cwd()),
-        device=options.device,
-        ranks=options.ranks,
-        gpu_ids=tuple(options.gpu_ids) if options.gpu_ids else None,
-        limits=Limits(grace_s=_GRACE_S),
-    )
+def run_flags(options: argparse.Namespace) -> list[str]:
+    """Return the flags of ``%muster start`` as those of ``muster run``."""
+    flags = ["--device", options.device]
+    if options.ranks is not None:
+        flags += ["--ranks", str(options.ranks)]
+    if options.gpu_ids:
+        flags += ["--gpu-ids", ",".join(options.gpu_ids)]
+    return flags
 
 
 def chosen_ranks(line: str, world_size: int) -> list[int]:

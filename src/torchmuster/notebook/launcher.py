@@ -1,57 +1,54 @@
-"""The kernel's side of the launcher process."""
+"""The process that launches a notebook's ranks: ``muster run``."""
 
-import contextlib
+import ctypes
+import functools
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from multiprocessing import Pipe
+from collections.abc import Callable, Sequence
 
-import msgspec
-
-from torchmuster.launch.job import JobSpec
-from torchmuster.notebook.messages import (
-    EndLauncher,
-    FromLauncher,
-    Launch,
-    ToLauncher,
-    receive,
-    send,
-)
-from torchmuster.runfolder import RunFolder
+from torchmuster.notebook.messages import SECRET_VARIABLE
 
 _END_WITHIN_S = 20.0
-_MESSAGE = msgspec.msgpack.Decoder(FromLauncher)
+_GRACE = "launch.grace=2s"
+_PR_SET_PDEATHSIG = 1
 
 
 class Launcher:
-    """The process that launches the ranks of a job.
+    """``muster run`` with these flags; ``on_text`` gets its lines in a thread, and None when it has exited.
 
-    ``on_message`` gets its messages in a thread, and None when it has exited.
+    It gets SIGTERM when the kernel exits for any reason.
     """
 
     def __init__(
-        self, spec: JobSpec, run: RunFolder, on_message: Callable[[FromLauncher | None], None]
+        self, flags: Sequence[str], port: int, secret: bytes, on_text: Callable[[str | None], None]
     ) -> None:
-        self._on_message = on_message
-        self._connection, theirs = Pipe()
-        with (run.path / "launcher.log").open("wb") as log, theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torchmuster.notebook.launcher_process",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # Jupyter interrupts and kills a kernel's whole process group.
-                start_new_session=True,
-            )
-        self.send(Launch(spec=spec, run=str(run.path.resolve())))
-        self._thread = threading.Thread(target=self._receive, name="notebook-launcher", daemon=True)
+        self._on_text = on_text
+        # The ranks run on this host, also in a Slurm job with several nodes.
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
+        }
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torchmuster", "run", "--name", "notebook", *flags),
+                *("--set", _GRACE, "--env", SECRET_VARIABLE),
+                *("-m", "torchmuster.notebook.rank_loop", str(port)),
+            ],
+            env={**environment, SECRET_VARIABLE: secret.hex()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Jupyter interrupts and kills a kernel's whole process group.
+            start_new_session=True,
+            preexec_fn=functools.partial(  # one system call
+                ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM
+            ),
+        )
+        self._thread = threading.Thread(target=self._read, name="notebook-launcher", daemon=True)
         self._thread.start()
 
     @property
@@ -59,28 +56,22 @@ class Launcher:
         """Whether the process is running."""
         return self._process.poll() is None
 
-    def send(self, message: ToLauncher) -> None:
-        """Send it a message; its exit is noticed by the receiver."""
-        send(self._connection, message)
-
     def end(self) -> None:
         """Make it stop all ranks, and wait until it exits."""
-        self.send(EndLauncher())
-        self.send(EndLauncher())  # the second request kills the ranks
+        self._process.terminate()
+        self._process.terminate()  # the second request kills the ranks
         try:
             self._process.wait(_END_WITHIN_S)
         except subprocess.TimeoutExpired:
-            # The node agents stop the ranks when nothing comes from it any more.
+            # The node agent stops the ranks when nothing comes from it any more.
             self._process.kill()
             self._process.wait()
         self._thread.join(_END_WITHIN_S)
-        with contextlib.suppress(OSError):
-            self._connection.close()
 
-    def _receive(self) -> None:
-        message = receive(self._connection, _MESSAGE)
-        while message is not None:
-            self._on_message(message)
-            message = receive(self._connection, _MESSAGE)
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._on_text(line)
         self._process.wait()  # leave no zombie in the kernel
-        self._on_message(None)
+        self._on_text(None)

@@ -17,10 +17,9 @@ _LONGEST_HELLO = 1000
 class RankListener:
     """Listens until it is closed; ``on_rank`` is called for each rank, in a thread."""
 
-    def __init__(self, secret: bytes, on_rank: Callable[[int, Connection], None]) -> None:
+    def __init__(self, secret: bytes, on_rank: Callable[[Hello, Connection], None]) -> None:
         self._secret = secret
         self._on_rank = on_rank
-        self.refused: list[str] = []  # reasons
         self._listening = socket.create_server((LOOPBACK, 0))
         self.port: int = self._listening.getsockname()[1]
         self._connected: set[int] = set()
@@ -56,13 +55,7 @@ class RankListener:
                 if hello.rank in self._connected:
                     raise AuthenticationError(f"rank {hello.rank} is already connected")
                 self._connected.add(hello.rank)
-        except EOFError:
-            self._refuse(connection, "it closed the connection before authentication")
-        except (OSError, AssertionError, AuthenticationError, msgspec.DecodeError) as error:
-            self._refuse(connection, str(error))
+        except (EOFError, OSError, AssertionError, AuthenticationError, msgspec.DecodeError):
+            connection.close()
         else:
-            self._on_rank(hello.rank, connection)
-
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        self.refused.append(reason)
-        connection.close()
+            self._on_rank(hello, connection)

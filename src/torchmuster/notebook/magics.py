@@ -6,11 +6,10 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import from_error, render
-from torchmuster.launch.job import JobSpec
 from torchmuster.notebook import command_line, shown
 from torchmuster.notebook.cell import CELL
 from torchmuster.notebook.ranks import Ranks
@@ -18,15 +17,6 @@ from torchmuster.units import plural
 
 _PROGRESS_S = 1.0
 _PROGRESS_ON_A_TERMINAL_S = 10.0  # if a line cannot be replaced
-
-
-class Shell(Protocol):
-    """The part of IPython that is used."""
-
-    user_ns: dict[str, Any]
-
-    def register_magic_function(self, function: Callable[..., None], kind: str, name: str) -> None:
-        """Add a command."""
 
 
 class RanksError(Exception):
@@ -39,8 +29,8 @@ class RanksError(Exception):
 class Notebook:
     """One kernel's ranks, and the commands that use them."""
 
-    def __init__(self, shell: "Shell") -> None:
-        self.shell = shell
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell  # of IPython
         self._ranks: Ranks | None = None
         self._parser = command_line.magic_parser()
 
@@ -52,7 +42,7 @@ class Notebook:
             options = self._parser.parse_args(shlex.split(line))
             match options.command:
                 case "start":
-                    self._start_first(command_line.requested_ranks(options))
+                    self._start_first(command_line.run_flags(options))
                 case "stop":
                     self.stop()
                 case "restart":
@@ -82,7 +72,7 @@ class Notebook:
         if self._ranks is not None:
             self._ranks.stop()
 
-    def _start_first(self, spec: JobSpec) -> None:
+    def _start_first(self, flags: Sequence[str]) -> None:
         if self._ranks is not None and self._ranks.alive:
             raise Impossible(
                 f"{plural(self._ranks.world_size, 'rank')} already running",
@@ -91,22 +81,20 @@ class Notebook:
                 "configuration",
             )
         self.stop()
-        self._start(spec)
+        self._start(flags)
 
     def _restart(self) -> None:
         if self._ranks is None:
             raise Impossible("no ranks started yet", fix="%muster start --ranks 2")
         self.stop()
-        self._start(self._ranks.spec)
+        self._start(self._ranks.flags)
 
     def _show_status(self) -> None:
         ranks = self._ranks
-        if ranks is None or not ranks.alive:
-            print("no ranks running; to start some: %muster start --ranks 2")
-            return
-        print(f"{plural(ranks.world_size, 'rank')}; logs in {ranks.run_folder.logs}")
-        if ranks.refused:
-            print(f"refused connections without the key: {'; '.join(ranks.refused)}")
+        text = "no ranks running; to start some: %muster start --ranks 2"
+        if ranks is not None and ranks.alive:
+            text = f"{plural(ranks.world_size, 'rank')}; logs in {ranks.run_folder.logs}"
+        print(text)
 
     # ---- how
 
@@ -120,22 +108,15 @@ class Notebook:
             raise Impossible("no ranks running", why="the ranks have exited", fix="%muster restart")
         return self._ranks
 
-    def _start(self, spec: JobSpec) -> None:
-        self._ranks = ranks = Ranks(spec)
+    def _start(self, flags: Sequence[str]) -> None:
+        self._ranks = ranks = Ranks(flags)
         show = self._status()
-        messages: list[str] = []
-
-        def say(text: str) -> None:
-            messages.append(text)
-            show(text)
-
         last = "not started"
         try:
-            ranks.wait_until_ready(say)
+            ranks.wait_until_ready(show)
             last = f"{plural(ranks.world_size, 'rank')} ready; %%ranks runs a cell on them"
         finally:
-            reasons = [text for text in messages if not text.startswith(("run ", "waiting"))]
-            show("\n".join([*reasons, last]))
+            show(last)
 
     def _run(self, ranks: Ranks, code: str, chosen: Collection[int]) -> None:
         every_s = _PROGRESS_ON_A_TERMINAL_S
@@ -165,10 +146,10 @@ class Notebook:
         """Kill ranks that did not return before the second interrupt, and start new ones."""
         where = shown.progress_text(stuck, stuck, shown.read_heartbeats(ranks.run_folder))
         ranks.stop()
-        self._start(ranks.spec)
+        self._start(ranks.flags)
         lines = [
             errors,
-            f"interrupted, but {where} and did not return",
+            f"interrupted, but not all ranks returned: {where}",
             "Ctrl-C does not interrupt a rank that waits in a collective, so all ranks were "
             "restarted and their variables are lost",
             "rerun the cells that define what you need, starting with init_process_group",
@@ -199,20 +180,20 @@ class Notebook:
         return show
 
 
-# One per kernel.
-_LOADED: dict[str, Notebook] = {}
+_LOADED: list[Notebook] = []  # one per kernel
 
 
-def load(shell: object) -> None:
+def load(shell: Any) -> None:
     """Add the magics to a kernel; its ranks stop when it exits."""
     if importlib.util.find_spec("IPython") is None:
         raise Impossible(
             "running cells on ranks requires IPython, which is not installed",
             fix="pip install 'torchmuster[notebook]'",
         )
-    if (earlier := _LOADED.pop("notebook", None)) is not None:  # %reload_ext
+    for earlier in _LOADED:  # %reload_ext
         earlier.stop()
-    notebook = _LOADED["notebook"] = Notebook(cast(Shell, shell))
+    notebook = Notebook(shell)
+    _LOADED[:] = [notebook]
     # The launcher also notices when the kernel exits; this stops the ranks before it does.
     atexit.register(notebook.stop)
     for kind, name, function in (
@@ -220,7 +201,7 @@ def load(shell: object) -> None:
         ("cell", "ranks", notebook.all_ranks),
         ("cell", "rank", notebook.some_ranks),
     ):
-        notebook.shell.register_magic_function(cast(Callable[..., None], function), kind, name)
+        shell.register_magic_function(function, kind, name)
 
 
 @contextlib.contextmanager

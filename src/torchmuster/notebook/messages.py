@@ -1,4 +1,4 @@
-"""Messages between the notebook, its ranks and its launcher, over connections of ``multiprocessing``.
+"""Messages between the notebook and its ranks, over connections of ``multiprocessing``.
 
 A message is MessagePack, decoded into these types only: nothing is unpickled. A rank and the notebook first prove to each
 other that they have the key, which is never sent (``multiprocessing.connection.deliver_challenge``).
@@ -13,9 +13,6 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import msgspec
-
-from torchmuster.finding import Finding
-from torchmuster.launch.job import JobSpec
 
 LOOPBACK = "127.0.0.1"
 # Redacted by name in all output; removed from a rank's environment at startup.
@@ -32,13 +29,13 @@ class Message(msgspec.Struct, kw_only=True, tag=True):
     """A message; its class is sent with it."""
 
 
-# ---- with a rank
-
-
 class Hello(Message):
-    """The first message of a rank."""
+    """The first message of a rank; ``run`` is the name of the run's folder."""
 
     rank: int
+    world_size: int
+    pid: int
+    run: str
 
 
 class Run(Message):
@@ -68,56 +65,7 @@ class Done(Message):
     wrote_to_log: bool = False
 
 
-# ---- with the launcher
-
-
-class Launch(Message):
-    """Launch this job; the first message to the launcher."""
-
-    spec: JobSpec
-    run: str  # its folder
-
-
-class Interrupt(Message):
-    """Send SIGINT to every rank."""
-
-
-class EndLauncher(Message):
-    """Stop the ranks; the second time, kill them."""
-
-
-class Said(Message):
-    """A message of the launcher itself."""
-
-    text: str
-
-
-class Found(Message):
-    """A finding of the launcher: a hang, or why the ranks exited."""
-
-    findings: tuple[Finding, ...]
-
-
-class WorldReady(Message):
-    """The number of ranks."""
-
-    size: int
-
-
-class Printed(Message):
-    """Lines in a rank's log, written by libraries and programs, not by cells."""
-
-    rank: int
-    text: str
-
-
-class Ended(Message):
-    """All ranks have exited."""
-
-
 FromRank = Wrote | Done
-ToLauncher = Launch | Interrupt | EndLauncher
-FromLauncher = Said | Found | WorldReady | Printed | Ended
 
 
 def new_secret() -> bytes:

@@ -60,7 +60,7 @@ class CellOutput(io.TextIOBase):
 class RankLoop:
     """One rank: its connection, and the names that cells have defined."""
 
-    def __init__(self, connection: Connection, rank: int) -> None:
+    def __init__(self, connection: Connection, hello: Hello) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
         self._busy = False
@@ -69,8 +69,8 @@ class RankLoop:
         sys.modules["__main__"] = main
         self._space: dict[str, Any] = main.__dict__
         self._space["__builtins__"] = __builtins__
-        self._space["rank"] = rank
-        self._space["world_size"] = int(os.environ["WORLD_SIZE"])
+        self._space["rank"] = hello.rank
+        self._space["world_size"] = hello.world_size
 
     def serve(self) -> None:
         """Process requests until the notebook disconnects."""
@@ -110,10 +110,10 @@ class RankLoop:
             raise KeyboardInterrupt
 
 
-def connect(port: int, secret: bytes, rank: int) -> Connection:
+def connect(port: int, secret: bytes, hello: Hello) -> Connection:
     """Connect to the notebook that started this rank; both prove that they have the key."""
     connection: Connection = Client((LOOPBACK, port), authkey=secret)
-    send(connection, Hello(rank=rank))
+    send(connection, hello)
     return connection
 
 
@@ -126,9 +126,14 @@ def main(port: str) -> None:
     """Run as a rank; the environment has the key."""
     # Not inherited by child processes of cells.
     secret = bytes.fromhex(os.environ.pop(SECRET_VARIABLE))
-    rank = int(os.environ["RANK"])
-    with connect(int(port), secret, rank) as connection:
-        RankLoop(connection, rank).serve()
+    hello = Hello(
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        pid=os.getpid(),
+        run=os.environ["TORCHELASTIC_RUN_ID"].rpartition(".")[0],
+    )
+    with connect(int(port), secret, hello) as connection:
+        RankLoop(connection, hello).serve()
 
 
 if __name__ == "__main__":

@@ -6,53 +6,46 @@ main thread reads it and can be interrupted with Ctrl-C.
 
 import contextlib
 import itertools
+import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding, Status
-from torchmuster.launch.job import JobSpec
 from torchmuster.notebook.launcher import Launcher
 from torchmuster.notebook.listener import RankListener
 from torchmuster.notebook.messages import (
-    SECRET_VARIABLE,
     Done,
-    Ended,
-    Found,
-    FromLauncher,
     FromRank,
-    Interrupt,
-    Printed,
+    Hello,
     Run,
-    Said,
-    WorldReady,
     Wrote,
     new_secret,
     receive,
     send,
 )
 from torchmuster.notebook.shown import CellShown
-from torchmuster.runfolder import DEFAULT_ROOT, create_run_folder
+from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 
 _LOOK_EVERY_S = 0.1
-_LATE_OUTPUT_S = 0.6
-_VERDICT_WITHIN_S = 10.0
+_LATE_OUTPUT_S = 1.2
+# Of the launcher's progress, such as how long there was no output; the line below a cell tells more.
+_PROGRESS = "muster: "
+_REASON_WITHIN_S = 10.0
 _MESSAGE: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 class Arrived(NamedTuple):
     """A rank has connected."""
 
-    rank: int
+    hello: Hello
     connection: Connection
 
 
@@ -63,7 +56,7 @@ class Received(NamedTuple):
     message: FromRank | None
 
 
-Event = Arrived | Received | FromLauncher | None  # None: the launcher has exited
+Event = Arrived | Received | str | None  # a line of the launcher; None: it has exited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,61 +71,47 @@ class CellResult:
 class Ranks:
     """Started by the constructor, usable after :meth:`wait_until_ready`, stopped by :meth:`stop`."""
 
-    def __init__(self, spec: JobSpec, root: Path = DEFAULT_ROOT) -> None:
-        self.spec = spec
-        self.run_folder = create_run_folder(root, "notebook")
+    def __init__(self, flags: Sequence[str]) -> None:
+        self.flags = flags  # of muster run
         self.world_size = 0
+        self.run_folder = RunFolder(DEFAULT_ROOT)  # until the first rank has named it
         self._over = False
         self._requests = itertools.count()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._connections: dict[int, Connection] = {}
-        self._failure: Finding | None = None
+        self._pids: dict[int, int] = {}
+        self._texts: list[str] = []  # of the launcher, since the last cell
         secret = new_secret()
-        self._listener = RankListener(
-            secret, lambda rank, connection: self._events.put(Arrived(rank, connection))
-        )
-        spec = replace(
-            spec,
-            command=("torchmuster.notebook.rank_loop", str(self._listener.port)),
-            environment={**spec.environment, SECRET_VARIABLE: secret.hex()},
-        )
-        self._launcher = Launcher(spec, self.run_folder, self._events.put)
+        self._listener = RankListener(secret, lambda *rank: self._events.put(Arrived(*rank)))
+        self._launcher = Launcher(flags, self._listener.port, secret, self._events.put)
 
     @property
     def alive(self) -> bool:
         """Whether cells can be run."""
         return not self._over and self._launcher.alive
 
-    @property
-    def refused(self) -> Sequence[str]:
-        """The reasons of refused connections."""
-        return tuple(self._listener.refused)
-
-    def wait_until_ready(self, say: Callable[[str], None]) -> None:
+    def wait_until_ready(self, show: Callable[[str], None]) -> None:
         """Wait for all ranks, then stop listening; on failure, clean up everything."""
         try:
             while not self.world_size or len(self._connections) < self.world_size:
                 event = self._events.get()
-                if isinstance(event, Said):
-                    say(event.text)
                 self._note(event)
+                if isinstance(event, str):
+                    show("".join(self._texts).rstrip())
         except BaseException:
             self.stop()
             raise
         self._listener.close()
+        self._texts.clear()
 
     def catch_up(self) -> None:
         """Process the events since the last cell; raise the reason if the ranks have exited."""
-        printed: list[Event] = []
         for _ in range(self._events.qsize()):
             event = self._events.get()
-            match event:
-                case Printed() | Received(message=Wrote()):
-                    printed.append(event)
-                case _:
-                    self._note(event)
-        for event in printed:  # shown with the next cell
-            self._events.put(event)
+            if isinstance(event, Received) and isinstance(event.message, Wrote):
+                self._events.put(event)  # shown with the next cell
+            else:
+                self._note(event)
 
     def run(self, code: str, name: str, ranks: Collection[int], view: CellShown) -> CellResult:
         """Run a cell on some ranks, and wait for all of them.
@@ -143,14 +122,19 @@ class Ranks:
         request = next(self._requests)
         running, done = set(ranks), dict[int, Done]()
         interrupted = False
-        with _interrupts_counted() as interrupts:
+        for text in self._texts:
+            self._show_text(text, view)
+        self._texts.clear()
+        with _interrupts_collected() as interrupts:
             for rank in ranks:
                 send(self._connections[rank], Run(request=request, name=name, code=code))
-            while running and interrupts.count < 2:
-                if interrupts.count and not interrupted:
+            while running and len(interrupts) < 2:
+                if interrupts and not interrupted:
                     interrupted = True
-                    self._launcher.send(Interrupt())
                     view.interrupted()
+                    for rank in running:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(self._pids[rank], signal.SIGINT)
                 event = self._next()
                 match event:
                     case Received(rank=rank, message=Done() as message):
@@ -161,7 +145,8 @@ class Ranks:
                         self._show(event, view)
                 view.passing(done)
             self._show_late_output(done, view)
-        return CellResult(done=done, interrupted=interrupts.count > 0, stuck=tuple(sorted(running)))
+        self._texts.clear()
+        return CellResult(done=done, interrupted=bool(interrupts), stuck=tuple(sorted(running)))
 
     def stop(self) -> None:
         """Stop the ranks, and wait until they have exited."""
@@ -178,66 +163,63 @@ class Ranks:
         try:
             return self._events.get(timeout=_LOOK_EVERY_S)
         except queue.Empty:
-            return Said(text="")
+            return ""
 
     def _show(self, event: Event, view: CellShown) -> None:
         match event:
-            case Received(rank=rank, message=Wrote(text=text)) | Printed(rank=rank, text=text):
+            case Received(rank=rank, message=Wrote(text=text)):
                 view.wrote(rank, text)
-            case Found(findings=findings):
-                view.found(findings)
+            case str():
+                self._show_text(event, view)
         self._note(event)
+
+    def _show_text(self, text: str, view: CellShown) -> None:
+        if text and not text.startswith(_PROGRESS):
+            view.printed(text)
 
     def _note(self, event: Event) -> None:
         """Process events that concern every wait: connected and disconnected ranks."""
         match event:
-            case Arrived(rank=rank, connection=connection):
-                self._connections[rank] = connection
-                threading.Thread(target=self._receive, args=event, daemon=True).start()
-            case WorldReady(size=size):
-                self.world_size = size
-            case Found(findings=findings):
-                # Why the ranks exit; a hang that may recover does not count.
-                for finding in findings:
-                    if finding.status is Status.FAILURE:
-                        self._failure = finding
+            case Arrived(hello=hello, connection=connection):
+                self.world_size = hello.world_size
+                self.run_folder = RunFolder(DEFAULT_ROOT.resolve() / hello.run)
+                self._connections[hello.rank] = connection
+                self._pids[hello.rank] = hello.pid
+                arguments = (hello.rank, connection)
+                threading.Thread(target=self._receive, args=arguments, daemon=True).start()
+            case str():
+                self._texts.append(event)
             case Received(rank=rank, message=None):
-                self._wait_for_reason()
                 raise self._ended(f"rank {rank} has exited")
-            case Ended() | None:
+            case None:
                 raise self._ended("the ranks have exited")
 
-    def _wait_for_reason(self) -> None:
-        """Wait for the launcher, which stops the other ranks, and knows the reason."""
-        deadline = time.monotonic() + _VERDICT_WITHIN_S
-        while time.monotonic() < deadline:
-            match self._next():
-                case Found() as event:
-                    self._note(event)
-                case Ended() | None:
-                    return
-
     def _ended(self, what: str) -> MusterError:
+        """Return the error, after waiting for the launcher, which stops the other ranks, and knows the reason."""
         self._over = True
-        fix = "%muster restart  # then rerun the cells that define what you need"
-        why = f"logs: {self.run_folder.logs}"
-        if self._failure is None:
-            return MusterError(what, why=why, fix=fix)
+        deadline = time.monotonic() + _REASON_WITHIN_S
+        while self._launcher.alive and time.monotonic() < deadline:
+            event = self._next()
+            if isinstance(event, str):
+                self._texts.append(event)
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, str):
+                self._texts.append(event)
         return MusterError(
-            self._failure.what,
-            why=f"{self._failure.why}\n{why}".strip(),
-            fix=f"{self._failure.fix}\n{fix}".strip(),
+            what,
+            why="".join(self._texts).strip(),
+            fix="%muster restart  # then rerun the cells that define what you need",
         )
 
     def _show_late_output(self, done: dict[int, Done], view: CellShown) -> None:
         """Wait for output through the logs, which arrives shortly after the cell's end."""
-        late = {rank for rank, result in done.items() if result.wrote_to_log}
         deadline = time.monotonic() + _LATE_OUTPUT_S
-        while late and time.monotonic() < deadline:
+        is_late = any(result.wrote_to_log for result in done.values())
+        while is_late and time.monotonic() < deadline:
             event = self._next()
             self._show(event, view)
-            if isinstance(event, Printed):
-                late.discard(event.rank)
+            is_late = not isinstance(event, str) or not event
 
     def _receive(self, rank: int, connection: Connection) -> None:
         message = receive(connection, _MESSAGE)
@@ -247,24 +229,14 @@ class Ranks:
         self._events.put(Received(rank, None))
 
 
-class Interrupts:
-    """The number of interrupts."""
-
-    count = 0
-
-    def add(self, *_: object) -> None:
-        """Count an interrupt; the signal handler."""
-        self.count += 1
-
-
 @contextlib.contextmanager
-def _interrupts_counted() -> Iterator[Interrupts]:
-    """Count interrupts: an exception at any line could leave ranks in different states."""
-    interrupts = Interrupts()
+def _interrupts_collected() -> Iterator[list[int]]:
+    """Collect interrupts: an exception at any line could leave ranks in different states."""
+    interrupts: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # which alone receives signals
         yield interrupts
         return
-    before = signal.signal(signal.SIGINT, interrupts.add)
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         yield interrupts
     finally:

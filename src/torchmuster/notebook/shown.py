@@ -1,13 +1,11 @@
 """The output of a cell on ranks: merged lines, values and errors, and the ranks' positions."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
-from torchmuster.finding import Finding, render
 from torchmuster.launch.hangs.heartbeat import Heartbeat
-from torchmuster.launch.hangs.messages import KEEPS_WAITING
 from torchmuster.launch.history import node_records
-from torchmuster.launch.launcher.console import OutputDeduplicator, rank_text
+from torchmuster.launch.launcher.console import WINDOW_S, LineMerger, rank_text
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds
@@ -31,17 +29,19 @@ class Lines:
         write: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._merger = OutputDeduplicator(world_size, logs=str(run.logs))
+        self._merger = LineMerger(world_size, logs=str(run.logs))
         self._write = write
         self._clock = clock
         self._unfinished: dict[int, str] = {}
+        self._due_s: float | None = None
 
     def add(self, rank: int, text: str) -> None:
         """Add printed text of a rank; incomplete lines wait for their end."""
         whole, end, rest = (self._unfinished.get(rank, "") + text).rpartition("\n")
         self._unfinished[rank] = rest.rpartition("\r")[2] if rest.strip("\r") else ""
         if end:
-            self._merger.add(rank, whole + end, self._clock())
+            self._merger.add(rank, whole + end)
+            self._due_s = self._due_s or self._clock() + WINDOW_S
 
     def unfinished(self, rank: int) -> str:
         """Return a rank's incomplete line, often a progress bar."""
@@ -49,17 +49,20 @@ class Lines:
 
     def show_due(self) -> None:
         """Show lines that have waited long enough for equal lines of other ranks."""
-        self._show(self._merger.due(self._clock()))
+        if self._due_s is not None and self._clock() >= self._due_s:
+            self._write_lines()
 
     def show_all(self) -> None:
         """Show all remaining lines."""
         for rank, text in self._unfinished.items():
             if text:
-                self._merger.add(rank, f"{text}\n", self._clock())
+                self._merger.add(rank, f"{text}\n")
         self._unfinished.clear()
-        self._show(self._merger.flush())
+        self._write_lines()
 
-    def _show(self, lines: list[str]) -> None:
+    def _write_lines(self) -> None:
+        lines = self._merger.take()
+        self._due_s = None
         if lines:
             self._write("\n".join([*lines, ""]))
 
@@ -104,14 +107,10 @@ class CellShown:
         """Say that the ranks were interrupted, and what a second interrupt does."""
         self._write(_INTERRUPTING)
 
-    def found(self, findings: Sequence[Finding]) -> None:
-        """Show a finding of the launcher, which does not know which ranks have finished."""
+    def printed(self, text: str) -> None:
+        """Show a line of the launcher: of a rank's log, or about a hang."""
         self._lines.show_due()
-        self._write(f"{render(findings)}\n")
-        names = {finding.name for finding in findings}
-        if self._done and names & set(KEEPS_WAITING):
-            ended = progress_text(self._done, (), {})
-            self._write(f"{ended}, and will not join the collective\n")
+        self._write(text)
 
     def passing(self, done: Mapping[int, Done]) -> None:
         """Update the display, given the ranks that have finished."""
@@ -175,36 +174,31 @@ def progress_text(
     places: Mapping[int, Heartbeat],
     unfinished: Callable[[int], str] = lambda _: "",
 ) -> str:
-    """Return the ranks' positions, such as ``rank 0 waits in all_reduce at cell-3:2``."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    """Return the ranks' positions, such as ``rank 0: waiting in all_reduce at cell-3:2``."""
+    groups: dict[str, list[int]] = {}
     for rank in sorted(ranks):
-        texts = _rank_text(rank, running, places.get(rank), unfinished(rank))
-        groups.setdefault(texts, []).append(rank)
-    parts = []
-    for (singular, plural), group in groups.items():
-        verb = singular if len(group) == 1 else plural
-        parts.append(f"{rank_text(group)} {verb}")
+        text = "finished"
+        if rank in running:
+            text = _position(places.get(rank), unfinished(rank))
+        groups.setdefault(text, []).append(rank)
+    parts = [f"{rank_text(group)}: {text}" for text, group in groups.items()]
     if len(parts) > _GROUPS_SHOWN:
-        hidden = len(parts) - _GROUPS_SHOWN
-        return "; ".join(parts[:_GROUPS_SHOWN]) + f"; and {hidden} more"
+        parts[_GROUPS_SHOWN:] = [f"and {len(parts) - _GROUPS_SHOWN} more"]
     return "; ".join(parts)
 
 
-def _rank_text(
-    rank: int, running: Collection[int], heartbeat: Heartbeat | None, unfinished: str
-) -> tuple[str, str]:
-    """Return the text for one rank, and for several."""
-    if rank not in running:
-        return "has finished the cell", "have finished the cell"
+def _position(heartbeat: Heartbeat | None, unfinished: str) -> str:
+    """Return where a running rank is: its progress bar, or what it does in which line."""
     if unfinished:
-        return f"shows {unfinished}", f"show {unfinished}"
+        return unfinished
     if heartbeat is None or not heartbeat.place:
-        return "runs", "run"
-    if heartbeat.waiting:
-        doing = heartbeat.waits[0].operation if heartbeat.waits else heartbeat.doing
-        return f"waits in {doing} at {heartbeat.place}", f"wait in {doing} at {heartbeat.place}"
-    doing = f"in {heartbeat.doing} " if heartbeat.doing else ""
-    return f"is {doing}at {heartbeat.place}", f"are {doing}at {heartbeat.place}"
+        return "running"
+    doing = heartbeat.doing
+    if heartbeat.waiting and heartbeat.waits:
+        doing = heartbeat.waits[0].operation
+    waiting = "waiting " if heartbeat.waiting else ""
+    where = f"in {doing} " if doing else ""
+    return f"{waiting}{where}at {heartbeat.place}"
 
 
 def values_text(done: Mapping[int, Done], world_size: int) -> str:

@@ -56,14 +56,6 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A candidate that was not traced."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Offer:
     """LoRA or QLoRA: it needs less memory, and trains less than full training."""
 
@@ -96,7 +88,7 @@ class Answer:
     request: PlanRequest
     chosen: Decision[Forecast]
     table: tuple[Forecast, ...]  # the best micro-batch of each candidate, in order of preference
-    skipped: tuple[Skipped, ...]
+    skipped: Mapping[str, str]  # why candidates were not traced, by name
     offers: tuple[Offer, ...]  # where full training fits only with CPU offload
     findings: tuple[Finding, ...]
     model: TraceRecord  # its parameters

@@ -11,6 +11,12 @@ from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
 from torchmuster.units import MiB
 
+_NEW_CARDS = ("H100", "H200", "H800", "GH200", "B200", "B100", "GB200", "B300", "RTX 50")
+_NCCL = (
+    "544 MB for 2 ranks, 688 MB for more on A100 with NVLink (nccl#964), the same beyond two "
+    "machines (nccl#986)"
+)
+
 
 @dataclass(frozen=True)
 class DeviceTerm:
@@ -52,11 +58,6 @@ _CONTEXTS = {
 # torch's workspace for cuBLAS: :4096:2:16:8, and 32 MiB on Hopper and newer (CUDABlas.cpp,
 # CuBLASLt.cpp). torch allocates it on each stream that multiplies; a CPU trace does not see it.
 _WORKSPACE_BYTES, _WORKSPACE_NEW_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8, 32 * MiB
-_NEW_CARDS = ("H100", "H200", "H800", "GH200", "B200", "B100", "GB200", "B300", "RTX 50")
-_NCCL = (
-    "544 MB for 2 ranks, 688 MB for more on A100 with NVLink (nccl#964), the same beyond two "
-    "machines (nccl#986)"
-)
 
 
 def outside_allocator(candidate: Candidate, hardware: Hardware) -> tuple[DeviceTerm, ...]:

@@ -31,7 +31,7 @@ COMPUTE_SHARE, MEMORY_SHARE, LINK_SHARE = 0.66, 0.8, 0.8
 OPERATION_S = 6e-6  # to start one operation
 MOST_SHARDS = 64  # that are traced: more take long, and are computed from these two numbers
 # Sizes of the optimizer's states, in copies of the trained parameters, at least.
-OPTIMIZER_COPIES = {"adamw": 2.0, "sgd": 1.0, "muon": 1.0, "adafactor": 0.0, "adamw_8bit": 0.5}
+OPTIMIZER_COPIES = {"adamw": 2.0, "sgd": 1.0}
 COMPUTE_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # nf4: half a byte, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these.
 _FOUR_BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -121,21 +121,20 @@ def trace_requests(
 
 def whole_figures(records: Sequence[TraceRecord], candidate: Candidate) -> Figures:
     """Return all figures of a candidate, from the records of its :func:`trace_requests`."""
-    by_shards: dict[int, dict[int, dict[int, Figures]]] = {}
+    model = records[0]
+    known: dict[tuple[int, ...], Figures] = {}
     for record in records:
         traced = record.request.candidate
-        by_size = by_shards.setdefault(traced.layout.shards, {})
-        by_depth = by_size.setdefault(traced.micro_batch_size, {})
-        by_depth[record.blocks_traced] = _figures(record)
-    model = records[0]
-    computed: dict[int, Figures] = {}
-    for shards, by_size in by_shards.items():
-        at_depth = {}
-        for size, by_depth in by_size.items():
-            at_depth[size] = _on_line(by_depth, model.blocks)
-        figures = _on_line(at_depth, candidate.micro_batch_size)
-        computed[shard_elements(model, shards)] = figures
-    return _on_line(computed, shard_elements(model, candidate.layout.shards))
+        elements = shard_elements(model, traced.layout.shards)
+        known[elements, traced.micro_batch_size, record.blocks_traced] = _figures(record)
+    elements = shard_elements(model, candidate.layout.shards)
+    wanted = (elements, candidate.micro_batch_size, model.blocks)
+    for axis in (2, 1, 0):  # depth, micro-batch, shards
+        lines: dict[tuple[int, ...], dict[int, Figures]] = {}
+        for point, figures in known.items():
+            lines.setdefault(point[:axis], {})[point[axis]] = figures
+        known = {point: _on_line(line, wanted[axis]) for point, line in lines.items()}
+    return known[()]
 
 
 def _on_line(known: Mapping[int, Figures], at: int) -> Figures:
@@ -282,7 +281,7 @@ def predict_time(
         update_s = moved / _HOST_MEMORY_BYTES_S + figures["host",] / 2 / _HOST_LINK_BYTES_S
     constant = time_constant(card)
     samples_per_s = candidate.global_batch_size * constant / (busy_s + update_s)
-    tokens = records[0].tokens_per_sample
+    tokens = records[0].request.work.sequence_length
     return StepTime(
         step_s=(busy_s + update_s) / constant,
         compute_s=(compute_s + update_s) / constant,

@@ -50,7 +50,6 @@ class Cost:
 
     operations: int = 0
     flops: dict[str, int] = field(default_factory=dict)  # of matrix products, by dtype
-    forward_flops: int = 0
     moved_bytes: int = 0  # read and written by all other operations
     # Sent bytes of collectives, among the ranks of a group of shards or of copies. A gather counts
     # its result, a reduction its input, an all-reduce its input twice.
@@ -63,7 +62,6 @@ class Shape:
 
     shape: tuple[int, ...]
     dtype: str
-    trained: bool
     block: int | None  # the block that it belongs to
 
 
@@ -77,7 +75,6 @@ class TraceRecord:
     parameters: tuple[Shape, ...]  # of the traced model, each once
     parameter_count: int  # of the whole model
     trained_count: int
-    tokens_per_sample: int | None
     input_bytes: int  # of one micro-batch
     host_bytes: int  # host memory of cpu_offload, for this rank
     peaks: tuple[Peak, ...]

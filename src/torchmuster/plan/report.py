@@ -40,7 +40,7 @@ def plan_text(
 
 
 def _question_text(answer: Answer) -> str:
-    work, tokens = answer.request.work, answer.model.tokens_per_sample
+    work, tokens = answer.request.work, answer.request.work.sequence_length
     parts = [
         str(work.model_name_or_path or work.build),
         f"{short_number(answer.model.parameter_count)} parameters",
@@ -113,8 +113,8 @@ def _details(answer: Answer) -> Iterator[str]:
     if best.time is not None:
         waiting = round(100 * best.time.waiting_share)
         yield f"speed   {waiting} % of a step is spent waiting for other ranks"
-    for skipped in answer.skipped:
-        yield f"skipped {skipped.name}: {skipped.why}"
+    for name, why in answer.skipped.items():
+        yield f"skipped {name}: {why}"
     hardware = answer.request.hardware
     yield f"source  {hardware.card.name}: {hardware.card.source or 'unknown source'}"
     for sentence in (answer.request.precision.reason, *hardware.assumed):
@@ -153,7 +153,7 @@ def plan_json(answer: Answer, *, line: str, settings: Mapping[str, str]) -> dict
         "chosen": _forecast_json(best),
         "reason": answer.chosen.reason,
         "candidates": [_forecast_json(row) for row in answer.table],
-        "skipped": [dataclasses.asdict(skipped) for skipped in answer.skipped],
+        "skipped": dict(answer.skipped),
         "offers": offers,
         "findings": [finding.as_json() for finding in answer.findings],
         "parameters": answer.model.parameter_count,

@@ -6,7 +6,6 @@ from typing import Literal, TypeAlias
 from torchmuster.config.fields import leaves
 from torchmuster.config.layers import Strength
 from torchmuster.config.resolve import Resolved
-from torchmuster.config.training import UNSHARDED_OPTIMIZERS
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware
@@ -76,15 +75,8 @@ def _is_fixed(resolved: Resolved, path: str) -> bool:
 
 
 def _strategy(resolved: Resolved, hardware: Hardware) -> Strategy | None:
-    distributed, optimizer = resolved.settings.distributed, resolved.settings.train.optimizer
+    distributed = resolved.settings.distributed
     strategy = distributed.strategy
-    if optimizer in UNSHARDED_OPTIMIZERS:
-        if strategy == "fsdp":
-            raise Impossible(
-                f"train.optimizer is {optimizer}, which cannot update the shards of fsdp",
-                fix="use adamw, muon or sgd; or distributed.strategy: ddp",
-            )
-        strategy = "ddp"
     if not distributed.enabled or (strategy == "ddp" and hardware.cards == 1):
         return "single"
     return None if strategy == "auto" else strategy

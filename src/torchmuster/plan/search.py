@@ -13,7 +13,7 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.plan import estimate
-from torchmuster.plan.answer import Answer, Forecast, Offer, Skipped
+from torchmuster.plan.answer import Answer, Forecast, Offer
 from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest
@@ -30,7 +30,6 @@ SAME_RATE = 1.05  # forecasts are no more accurate than that
 _WORTH_SHARDING = 0.1  # share of a step of ddp that is spent waiting
 _MARGIN = 0.05  # of a GPU's memory, above the band: preferred over 5 % of speed
 _SAMPLES_SHARE = 0.8  # of the activations: the least that one more sample takes
-_MOST_GATHERED = 1.05  # of the model's own size, with padding rows
 _MOST_MACHINES = 1024
 _LORA_RANK = 16
 _ALONE = ShardLayout(copies=1, shards=1)
@@ -44,7 +43,7 @@ class Search:
     trace: Trace
     model: TraceRecord  # its parameters, without steps
     forecasts: list[Forecast] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # the reasons, by candidate
     traces: dict[TraceRequest, TraceRecord | TraceRefused] = field(default_factory=dict)
 
     def run(self, candidates: Sequence[Candidate]) -> None:
@@ -81,29 +80,15 @@ class Search:
 
     def _is_skipped(self, candidate: Candidate) -> bool:
         """Note why a candidate needs no trace; return False if it needs one."""
-        card, shards = self.request.hardware.card, candidate.layout.shards
+        card = self.request.hardware.card
         least = estimate.states_bytes(self.model, candidate)
-        if least > card.memory_bytes:
-            self._skip(
-                candidate.name,
-                f"its states alone need {format_bytes(least)}, and a {card.noun} has "
-                f"{format_bytes(card.memory_bytes)}",
-            )
-            return True
-        gathered = shards * estimate.shard_elements(self.model, shards)
-        share = gathered / max(self.model.parameter_count, 1)
-        if self.request.strategy is None and shards > 1 and share > _MOST_GATHERED:
-            self._skip(
-                f"{candidate.name} with {shards:,} shards",
-                f"fewer rows than shards: gathers send {share:.1f} times the model",
-            )
-            return True
-        return False
-
-    def _skip(self, name: str, why: str) -> None:
-        skipped = Skipped(name=name, why=why)
-        if skipped not in self.skipped:
-            self.skipped.append(skipped)
+        if least <= card.memory_bytes:
+            return False
+        self.skipped[candidate.name] = (
+            f"its states alone need {format_bytes(least)}, and a {card.noun} has "
+            f"{format_bytes(card.memory_bytes)}"
+        )
+        return True
 
     def _forecast(self, candidate: Candidate) -> Forecast | None:
         """Return the forecast of a candidate; None if it cannot be traced."""
@@ -116,7 +101,7 @@ class Search:
             if isinstance(traced, TraceRefused):
                 if not self.forecasts:
                     raise Impossible(traced.what, why=traced.why, fix=traced.fix)
-                self._skip(candidate.name, traced.what)
+                self.skipped[candidate.name] = traced.what
                 return None
             records.append(traced)
         memory = estimate.predict_memory(records, candidate, hardware=hardware)
@@ -132,14 +117,9 @@ class Search:
     @property
     def table(self) -> list[Forecast]:
         """The best micro-batch of each candidate: those that fit, then the nearest."""
-        fitting, probable, missing = [], [], []
-        for forecast in self.forecasts:
-            if forecast.fits:
-                fitting.append(forecast)
-            elif forecast.probably_fits:
-                probable.append(forecast)
-            else:
-                missing.append(forecast)
+        fitting = [forecast for forecast in self.forecasts if forecast.fits]
+        probable = [row for row in self.forecasts if row.probably_fits and not row.fits]
+        missing = [forecast for forecast in self.forecasts if not forecast.probably_fits]
         missing.sort(key=lambda forecast: forecast.missing_bytes)
         table: dict[Candidate, Forecast] = {}
         for forecast in (*in_preference(fitting), *in_preference(probable), *missing):
@@ -175,12 +155,9 @@ def ladder(request: PlanRequest) -> list[Candidate]:
         )
     modes = RECOMPUTE if request.recompute is None else (request.recompute,)
     candidates = []
-    for offload in (False, True):
-        for mode in modes:
-            for spread in spreads:
-                if spread.cpu_offload is offload:
-                    candidates.append(replace(spread, recompute=mode))
-    return candidates
+    for mode in modes:
+        candidates += [replace(spread, recompute=mode) for spread in spreads]
+    return sorted(candidates, key=lambda candidate: candidate.cpu_offload)
 
 
 def _spreads(request: PlanRequest) -> Iterator[Candidate]:
@@ -264,14 +241,13 @@ def make_plan(request: PlanRequest, trace: Trace) -> Answer:
         f"{best.candidate.describe(card.noun)}: {best.band_text} of "
         f"{format_bytes(card.memory_bytes)} per {card.noun}"
     )
-    for skipped in search.skipped:
-        if skipped.name == "ddp" and best.candidate.strategy == "fsdp":
-            reason += f"; ddp: {skipped.why}"
+    if "ddp" in search.skipped and best.candidate.strategy == "fsdp":
+        reason += f"; ddp: {search.skipped['ddp']}"
     return Answer(
         request=request,
         chosen=Decision(value=best, reason=reason),
         table=tuple(table),
-        skipped=tuple(search.skipped),
+        skipped=search.skipped,
         offers=tuple(offers),
         findings=tuple(_findings(best, search)),
         model=search.model,
@@ -334,13 +310,6 @@ def _findings(best: Forecast, search: Search) -> Iterator[Finding]:
             f"{format_bytes(lacking)}",
             fix="muster plan --find-batch-size on that hardware, or use more GPUs",
         )
-    if best.time is None:
-        yield Finding(
-            name="not-timed",
-            status=Status.NOTE,
-            what=f"no speed is forecast for {request.hardware.card.name}",
-            fix="measure a few real steps there: muster plan --verify",
-        )
     for warning in search.model.warnings:
         yield Finding(
             name="cpu-kernel",
@@ -371,13 +340,11 @@ def _findings(best: Forecast, search: Search) -> Iterator[Finding]:
 
 def _offers(request: PlanRequest, trace: Trace) -> Iterator[Offer]:
     """Yield LoRA and QLoRA with their forecasts: they change what is trained, so none is chosen."""
-    work = request.work
-    if work.model_name_or_path is None:
+    if request.work.model_name_or_path is None:
         return
-    for name, four_bit in (("LoRA", False), ("QLoRA", True)):
-        settings = _offered_settings(request, four_bit=four_bit)
-        adapted = _with_settings(request, settings)
-        if adapted.work == work or (work.load_in_4bit and not four_bit):
+    for name in ("LoRA", "QLoRA"):
+        adapted, settings = _adapted(request, four_bit=name == "QLoRA")
+        if not settings or (request.work.load_in_4bit and name == "LoRA"):
             continue
         try:
             search = _searched(adapted, trace)
@@ -392,32 +359,26 @@ def _offers(request: PlanRequest, trace: Trace) -> Iterator[Offer]:
             )
 
 
-def _offered_settings(request: PlanRequest, *, four_bit: bool) -> dict[str, str]:
-    work = request.work
+def _adapted(request: PlanRequest, *, four_bit: bool) -> tuple[PlanRequest, dict[str, str]]:
+    """Return the request with LoRA, and the settings that change; none if it has them already."""
     settings: dict[str, str] = {}
+    work = request.work
     if work.lora is None:
         settings["model.lora"] = f"{{r: {_LORA_RANK}}}"
+        work = replace(work, lora={"r": _LORA_RANK})
     if work.torch_dtype in (None, "float32") and request.precision.value != "fp32":
         # Frozen weights lose nothing in 16 bits.
-        settings["model.torch_dtype"] = estimate.COMPUTE_TYPES[request.precision.value]
-    if four_bit:
+        dtype = estimate.COMPUTE_TYPES[request.precision.value]
+        settings["model.torch_dtype"] = dtype
+        work = replace(work, torch_dtype=dtype)
+    if four_bit and not work.load_in_4bit:
         settings["model.load_in_4bit"] = "true"
-        if request.strategy == "fsdp":
-            settings["distributed.strategy"] = "auto"
-    return settings
-
-
-def _with_settings(request: PlanRequest, settings: dict[str, str]) -> PlanRequest:
-    work = replace(
-        request.work,
-        lora=request.work.lora or {"r": _LORA_RANK},
-        torch_dtype=settings.get("model.torch_dtype", request.work.torch_dtype),
-        load_in_4bit="model.load_in_4bit" in settings,
-    )
+        work = replace(work, load_in_4bit=True)
     adapted = replace(request, work=work, cpu_offload=False)
-    if "distributed.strategy" in settings:
+    if four_bit and request.strategy == "fsdp":
+        settings["distributed.strategy"] = "auto"
         adapted = replace(adapted, strategy=None, sharding=None, shard_size=None)
-    return adapted
+    return adapted, settings
 
 
 def _refusal(search: Search, offers: Sequence[Offer]) -> Impossible:
@@ -438,8 +399,8 @@ def _refusal(search: Search, offers: Sequence[Offer]) -> Impossible:
                 f"about {machines * each} x {card.name} (--hardware {machines}x{each}x{card.name})"
             )
     else:
-        least = search.skipped[-1]  # of the candidate that spreads the states most
-        why = f"{least.name}: {least.why}"
+        # The last candidate spreads the states most.
+        why = ": ".join(list(search.skipped.items())[-1])
     if request.micro_batch_size not in (None, 1):
         hints.append("a smaller train.micro_batch_size")
     if request.recompute == "none":

@@ -35,8 +35,8 @@ RanksStep = Mapping[int, Step]  # one step, by rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowRank:
-    """A rank that is last at the ranks' communication."""
+class Straggler:
+    """A rank for which the others wait."""
 
     rank: int
     phase: str  # in which it is slower than the others
@@ -44,17 +44,7 @@ class SlowRank:
     late_s: float  # after the second to last rank, in the median of the steps
     last_in: int  # number of steps in which it was last
     of_steps: int
-    step_s: float
-
-    @property
-    def gain(self) -> float:
-        """The gain in steps/s if it were as fast as the second to last rank."""
-        return self.step_s / max(self.step_s - self.late_s, 1e-9)
-
-    @property
-    def matters(self) -> bool:
-        """Whether it is late in the usual step: other load on the hosts delays any rank at times."""
-        return self.late_s >= _STRAGGLER_LATE * self.step_s
+    gain: float  # in steps/s, if it were as fast as the second to last rank
 
 
 @dataclass(frozen=True)
@@ -93,12 +83,12 @@ class Profile:
         """Return the seconds of a phase, averaged over steps and ranks, without waiting."""
         return self.mean(lambda own: own.own_s(phase))
 
-    def mean(self, value: Callable[[Step], float], rank: int | None = None) -> float:
-        """Return the mean of a value over the steps of a rank, or of all ranks."""
-        chosen: list[Step] = []
+    def mean(self, value: Callable[[Step], float]) -> float:
+        """Return the mean of a value over the steps of all ranks."""
+        all_steps: list[Step] = []
         for step in self.steps:
-            chosen += step.values() if rank is None else [step[rank]]
-        return statistics.fmean(map(value, chosen))
+            all_steps += step.values()
+        return statistics.fmean(map(value, all_steps))
 
     @cached_property
     def transfer_s(self) -> float:
@@ -114,24 +104,17 @@ class Profile:
 
     def _shares(self, facts: RankFacts) -> dict[str, float]:
         shares = dict.fromkeys(SHARES, 0.0)
-        trace = facts.trace
-        if trace is not None and trace.on_device:
-            return shares | trace.shares
-        if not self.steps:
-            return shares
-
-        def mean(name: str) -> float:
-            return self.mean(lambda own: float(getattr(own, name)), facts.rank)
-
-        passes_s = mean("forward_s") + mean("backward_s") - mean("waiting_s")
-        if trace is not None:
-            shares["overlapped"] = passes_s * trace.overlapped_part
-            shares["idle"] = passes_s * trace.unused_part
-        shares["compute"] = max(passes_s - shares["overlapped"] - shares["idle"], 0.0)
-        shares["exposed"] = mean("waited_s")
-        shares["idle"] += mean("other_s")
-        for name in ("optimizer", "data", "reads", "save"):
-            shares[name] = mean(f"{name}_s")
+        if facts.trace is not None and facts.trace.shares:
+            return shares | facts.trace.shares
+        if self.steps:
+            own = [step[facts.rank] for step in self.steps]
+            shares["compute"] = statistics.fmean(
+                step.forward_s + step.backward_s - step.waiting_s for step in own
+            )
+            shares["exposed"] = statistics.fmean(step.waited_s for step in own)
+            shares["idle"] = statistics.fmean(step.other_s for step in own)
+            for name in ("optimizer", "data", "reads", "save"):
+                shares[name] = statistics.fmean(step.own_s(name) for step in own)
         return shares
 
     def part(self, place: int, share: str) -> float:
@@ -140,10 +123,10 @@ class Profile:
         whole_s = sum(shares.values())
         return shares[share] / whole_s if whole_s else 0.0
 
-    @property
-    def device_places(self) -> list[int]:
-        """The places of the ranks with a device's timeline."""
-        return [place for place, facts in enumerate(self.facts) if facts.on_device]
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether the ranks compute on devices, whose timelines count."""
+        return bool(self.facts) and all(facts.on_device for facts in self.facts)
 
     def gain(
         self, saved_s: Callable[[Step], float] = lambda _: 0.0, transfer_saved_s: float = 0.0
@@ -160,9 +143,8 @@ class Profile:
 
     def gain_of_phase(self, phase: str, left: float = 0.0) -> float:
         """Return the gain if a phase took only a part of its time on every rank."""
-        places = self.device_places
-        if places:
-            least = min(self.part(place, phase) for place in places)
+        if self.on_device:
+            least = min(self.part(place, phase) for place in range(len(self.facts)))
             return 1 / (1 - least * (1 - left))
         return self.gain(lambda own: own.own_s(phase) * (1 - left))
 
@@ -215,65 +197,65 @@ class Profile:
         return any(facts.trace is not None and facts.trace.launch_bound for facts in self.facts)
 
     @cached_property
-    def slow(self) -> SlowRank | None:
-        """The straggler: the rank that waits least; None with one rank, or without waiting.
+    def straggler(self) -> Straggler | None:
+        """The rank that waits least, if the others wait for it; this needs no synchronized clocks.
 
         With DDP every rank's backward takes equally long, since the first ranks wait in it for the
-        last one. A device waits in its collectives. This needs no synchronized clocks.
+        last one. A device waits in its collectives.
         """
-        waited: list[dict[int, float]] = []
-        if self.device_places:
-            sent = {facts.rank: facts.trace.sent_s for facts in self.facts if facts.trace}
-            waited = [
-                dict(zip(sent, step, strict=True)) for step in zip(*sent.values(), strict=False)
-            ]
-        else:
-            for step in self.steps:
-                waited.append({rank: own.waited_s for rank, own in step.items()})
-        waiting = any(any(step.values()) for step in waited)
-        if not waiting or len(waited[0]) < 2:
+        waits = self._waits()
+        if len(self.facts) < 2 or not waits:
             return None
-        late_s = {rank: _late_s(rank, waited) for rank in waited[0]}
+        late_s = {}
+        for facts in self.facts:
+            late = []
+            for step in waits:
+                rest = [waited_s for rank, waited_s in step.items() if rank != facts.rank]
+                late.append(min(rest) - step[facts.rank])
+            late_s[facts.rank] = statistics.median(late)
         rank = max(late_s, key=lambda rank: late_s[rank])
+        step_s = statistics.median(max(own.took_s for own in step.values()) for step in self.steps)
+        if self.on_device:
+            step_s = max(sum(shares.values()) for shares in self.shares)
+        if late_s[rank] < _STRAGGLER_LATE * step_s:  # other load delays any rank at times
+            return None
         behind = self._behind(rank)
         phase = max(behind, key=lambda name: behind[name])
-        if self.device_places:
-            step_s = max(sum(shares.values()) for shares in self.shares)
-        else:
-            longest = [max(own.took_s for own in step.values()) for step in self.steps]
-            step_s = statistics.median(longest)
-        return SlowRank(
+        return Straggler(
             rank=rank,
             phase=phase,
             longer_s=behind[phase],
-            late_s=max(late_s[rank], 0.0),
-            last_in=sum(min(step.values()) == step[rank] for step in waited),
-            of_steps=len(waited),
-            step_s=step_s,
+            late_s=late_s[rank],
+            last_in=sum(min(step.values()) == step[rank] for step in waits),
+            of_steps=len(waits),
+            gain=step_s / max(step_s - late_s[rank], 1e-9),
         )
+
+    def _waits(self) -> list[dict[int, float]]:
+        """Return how long each rank waited for the others, in each step."""
+        waits = []
+        if not self.on_device:
+            for step in self.steps:
+                waits.append({rank: own.waited_s for rank, own in step.items()})
+            return waits
+        sent = {facts.rank: facts.trace.sent_s for facts in self.facts if facts.trace}
+        for times_s in zip(*sent.values(), strict=False):
+            waits.append(dict(zip(sent, times_s, strict=True)))
+        return waits
 
     def phase_s(self, rank: int, phase: str) -> float:
         """Return the usual time of a phase on a rank, without waiting for other ranks."""
         place = [facts.rank for facts in self.facts].index(rank)
-        if self.device_places:
+        if self.on_device:
             return self.shares[place][phase]
         return statistics.median(step[rank].own_s(phase) for step in self.steps)
 
     def _behind(self, rank: int) -> dict[str, float]:
         """Return by phase how much longer a rank takes than the median of the other ranks."""
-        phases = ("data", "compute") if self.device_places else PHASES
+        phases = ("data", "compute") if self.on_device else PHASES
         rest = [facts.rank for facts in self.facts if facts.rank != rank]
         behind = {}
         for phase in phases:
             usual_s = statistics.median(self.phase_s(other, phase) for other in rest)
             behind[phase] = self.phase_s(rank, phase) - usual_s
         return behind
-
-
-def _late_s(rank: int, waited: Sequence[Mapping[int, float]]) -> float:
-    """Return how long after the second to last rank a rank comes, in the median of the steps."""
-    late = []
-    for times_s in waited:
-        rest = [seconds for other, seconds in times_s.items() if other != rank]
-        late.append(min(rest) - times_s[rank])
-    return statistics.median(late)

@@ -115,7 +115,7 @@ def _starved_loader(profile: Profile, trial: Trial | None) -> Cause | None:
     if trial is not None:
         workers = trial.change.value
     gain = profile.gain_of_workers(loader.workers, workers)
-    if profile.device_places:
+    if profile.on_device:
         gain = max(gain, profile.gain_of_phase("data"))
     if gain < _WORTH_FROM:
         return None
@@ -205,10 +205,8 @@ def _many_saves(profile: Profile, _: Trial | None) -> Cause | None:
 
 def _straggler(profile: Profile, _: Trial | None) -> Cause | None:
     """One rank is last, in one phase."""
-    slow = profile.slow
-    if slow is None or not slow.matters or slow.gain < _WORTH_FROM:
-        return None
-    if slow.phase not in _STRAGGLER_FIXES:
+    slow = profile.straggler
+    if slow is None or slow.gain < _WORTH_FROM or slow.phase not in _STRAGGLER_FIXES:
         return None
     host = next(facts.host for facts in profile.facts if facts.rank == slow.rank)
     lines = []
@@ -326,8 +324,7 @@ def _too_many_threads(profile: Profile, trial: Trial | None) -> Cause | None:
         why="with more threads than cores, threads wait for each other after every operation",
         fix=f"torch.set_num_threads({change.value})     or for all ranks: "
         f"OMP_NUM_THREADS={change.value}",
-        evidence=f"{profile.mean(lambda own: own.switches):.0f} involuntary context switches per step "
-        "and rank",
+        evidence=f"torch.get_num_threads() is {facts.threads} on each of {facts.ranks_here} ranks",
         change=change,
     )
 
@@ -407,25 +404,25 @@ def _tiny_batch(profile: Profile, trial: Trial | None) -> Cause | None:
 
 def _idling_device(profile: Profile) -> Cause | None:
     """A device idles between kernel launches; only a trial can tell the gain."""
-    for place in profile.device_places:
-        facts = profile.facts[place]
+    for place, facts in enumerate(profile.facts):
         trace = facts.trace
-        if trace is not None and trace.launch_bound:
-            idle = profile.part(place, "idle")
-            return Cause(
-                name="tiny-batch",
-                what=f"rank {facts.rank}'s device idles {idle:.0%} of the step between small kernels",
-                would="",
-                gain=None,
-                known_by="trial",
-                why="a kernel finishes before the host has launched the next one: fewer, larger kernels "
-                "would keep the device busy",
-                fix="a larger batch, or model = torch.compile(model)\nwithout --no-trials, muster "
-                f"profile tries {BATCH_TIMES} times the batch",
-                evidence=f"{trace.calls:,.0f} kernels per step, the median takes "
-                f"{amount_text(trace.median_s, 's')}",
-                change=Change(kind="batch", value=BATCH_TIMES),
-            )
+        if not facts.on_device or trace is None or not trace.launch_bound:
+            continue
+        return Cause(
+            name="tiny-batch",
+            what=f"rank {facts.rank}'s device idles {profile.part(place, 'idle'):.0%} of the step "
+            "between small kernels",
+            would="",
+            gain=None,
+            known_by="trial",
+            why="a kernel finishes before the host has launched the next one: fewer, larger kernels "
+            "would keep the device busy",
+            fix="a larger batch, or model = torch.compile(model)\nwithout --no-trials, muster "
+            f"profile tries {BATCH_TIMES} times the batch",
+            evidence=f"{trace.calls:,.0f} kernels per step, the median takes "
+            f"{amount_text(trace.median_s, 's')}",
+            change=Change(kind="batch", value=BATCH_TIMES),
+        )
     return None
 
 

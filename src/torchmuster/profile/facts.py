@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -12,7 +12,7 @@ from torchmuster import untrusted
 from torchmuster.errors import MusterError
 
 REQUEST_FILE = "profile.json"
-WARM_UP_STEPS = 3  # allocate memory, build DDP buckets and count FLOPs; not in the facts
+WARM_UP_STEPS = 3  # allocate memory, build DDP buckets and see the dtypes; not in the facts
 Kind = Literal["workers", "batch", "buckets", "threads", "bf16", "saves"]
 CHANGES: Mapping[Kind, str] = {
     "workers": "{} loader workers",
@@ -22,6 +22,9 @@ CHANGES: Mapping[Kind, str] = {
     "bf16": "bf16 autocast",
     "saves": "only every {}th save",
 }
+SMALL_S = 20e-6  # launching a PyTorch operation takes some microseconds on the host
+_LAUNCH_BOUND_FROM = 0.5  # share of a host's time in small operations
+_IDLE_FROM = 0.2  # share of a device's step
 _ENOUGH_RUNS = 3
 _CLEAR_FROM = 1.1
 T = TypeVar("T")
@@ -64,27 +67,20 @@ class Trial:
 
     @property
     def low(self) -> float:
-        """The gain between the best run without and the worst run with the change."""
-        return min(self.before_s) / max(_undisturbed(self.after_s)) * self.samples_factor
+        """The gain between the best run without and the worst run with the change.
 
-    @property
-    def high(self) -> float:
-        """The gain between the worst run without and the best run with the change."""
-        return max(_undisturbed(self.before_s)) / min(self.after_s) * self.samples_factor
+        Of three runs the slowest does not count: other load only slows runs down.
+        """
+        after_s = sorted(self.after_s)
+        if len(after_s) >= _ENOUGH_RUNS:
+            after_s.pop()
+        return min(self.before_s) / after_s[-1] * self.samples_factor
 
     @property
     def is_unclear(self) -> bool:
         """Whether the best runs differ but others do not: a run may have been disturbed."""
         best = min(self.before_s) / min(self.after_s) * self.samples_factor
         return best >= _CLEAR_FROM and self.low <= 1.0
-
-
-def _undisturbed(times_s: tuple[float, ...]) -> list[float]:
-    """Return the runs without the slowest, if there are enough: other load only slows runs down."""
-    ordered = sorted(times_s)
-    if len(ordered) >= _ENOUGH_RUNS:
-        ordered.pop()
-    return ordered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +94,6 @@ class ProfileRequest:
     device: Literal["cpu", "gpu"]
     first_step: int  # steps are counted from 1
     last_step: int
-    on_ranks: tuple[int, ...] | None = None  # ranks whose traces are saved; None: all
     change: Change | None = None
     traces: bool = True  # False: facts only, for trials
     with_run_folder: bool = False  # the command gets a run folder inside ``into``
@@ -123,7 +118,6 @@ class Step:
     reads_s: float = 0.0  # in .item(), .tolist(), .cpu(), .numpy()
     reads: int = 0
     micro_batches: int = 0
-    switches: int = 0  # involuntary context switches
 
     @property
     def other_s(self) -> float:
@@ -163,25 +157,24 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What the profiler's events show, per step; the events themselves are in ``file``.
+    """What the profiler's events show, per step."""
 
-    ``small_part`` is the share of time in operations under 20 microseconds. A step is launch-bound
-    if it is limited by how fast operations can be launched.
-    """
-
-    file: str
     steps: int
-    on_device: bool
-    shares: dict[str, float]  # seconds by the name of the share
-    overlapped_part: float = 0.0  # of forward and backward
-    unused_part: float = 0.0  # of forward and backward: without an operation
+    shares: dict[str, float] = field(default_factory=dict)  # of a device: seconds by share
+    sent_s: tuple[float, ...] = ()  # of a device: in collectives, by step
     messages: float = 0.0  # collectives
-    sent_s: tuple[float, ...] = ()  # in collectives, by step
     top: tuple[Operation, ...] = ()  # by time
     calls: float = 0.0
     median_s: float = 0.0
-    small_part: float = 0.0
-    launch_bound: bool = False
+    small_part: float = 0.0  # of the time, in operations shorter than SMALL_S
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether a step is limited by how fast operations can be launched."""
+        if not self.shares:
+            return self.small_part >= _LAUNCH_BOUND_FROM
+        idle = self.shares.get("idle", 0.0) / sum(self.shares.values())
+        return self.median_s < SMALL_S and idle >= _IDLE_FROM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +195,6 @@ class RankFacts:
     autocast: str | None
     strategy: Literal["ddp", "fsdp"] | None
     bucket_bytes: int | None  # DDP's cap of one message
-    flops_per_step: int | None
     trace: Trace | None
     notes: tuple[str, ...] = ()
     change_unused: bool = False  # the training does not use what the change would change
@@ -210,7 +202,7 @@ class RankFacts:
     @property
     def on_device(self) -> bool:
         """Whether the trace has a device's timeline."""
-        return self.trace is not None and self.trace.on_device
+        return self.trace is not None and bool(self.trace.shares)
 
 
 @dataclass(frozen=True, kw_only=True)

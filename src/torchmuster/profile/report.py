@@ -59,8 +59,6 @@ def summary(profile: Profile) -> str:
     if samples:
         batches = max(own.micro_batches for step in profile.steps for own in step.values()) or 1
         text += f", {amount_text(samples * batches * ranks / profile.step_s, 'samples/s')}"
-    if facts.flops_per_step:
-        text += f", {amount_text(facts.flops_per_step / profile.step_s, 'FLOP/s')} a rank"
     return text
 
 
@@ -72,7 +70,7 @@ def proof_text(causes: Sequence[Cause], proof: Trial) -> str:
             predicted = f"predicted {cause.gain:.2f}x, "
     return (
         f"applied: {proof.change}: {predicted}measured {proof.gain:.2f}x "
-        f"(from {proof.low:.2f}x to {proof.high:.2f}x in {plural(len(proof.after_s), 'run')})"
+        f"(at least {proof.low:.2f}x in {plural(len(proof.after_s), 'run')})"
     )
 
 
@@ -118,8 +116,8 @@ def _share_table(profile: Profile) -> Iterator[str]:
     """Yield the table of the first ranks and the straggler."""
     places = list(range(len(profile.facts)))[:_MOST_COLUMNS]
     ranks = [facts.rank for facts in profile.facts]
-    if profile.slow is not None and ranks.index(profile.slow.rank) not in places:
-        places[-1] = ranks.index(profile.slow.rank)
+    if profile.straggler is not None and ranks.index(profile.straggler.rank) not in places:
+        places[-1] = ranks.index(profile.straggler.rank)
     rows = [["of a step", *(f"rank {ranks[place]}" for place in places)]]
     for name in _seen_shares(profile):
         rows.append([SHARES[name], *(f"{profile.part(place, name):.0%}" for place in places)])

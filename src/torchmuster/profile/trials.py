@@ -23,7 +23,7 @@ from torchmuster.profile.facts import (
 PROGRAM = "torchmuster.profile.probes.profiled"
 _FEWEST_STEPS = 3  # without the profiler: fewer are not enough to know the step time
 _TRIAL_STEPS = 15  # of one run; the first ones warm up
-_MORE_ROUNDS = 2  # if the first ones were unclear
+_ROUNDS = 2  # and one more for a change whose first ones were unclear
 _GLOBAL_BATCH, _MICRO_BATCH = "train.global_batch_size", "train.micro_batch_size"
 _DEFAULT_MICRO_BATCH = 8
 
@@ -93,47 +93,38 @@ def _check_steps(request: ProfileRequest, facts: list[RankFacts]) -> None:
 
 
 def try_changes(
-    request: ProfileRequest, changes: Sequence[Change], rounds: int = 1, say: Say = logger.info
+    request: ProfileRequest, changes: Sequence[Change], say: Say = logger.info
 ) -> list[Trial]:
     """Run the training without and with each change, alternately, one change at a time.
 
-    A change that breaks the training, or that has no effect in it, is reported and skipped. If a
-    run seems disturbed, a few more follow.
+    A change that breaks the training, or that has no effect in it, is reported and skipped. Changes
+    whose runs seem disturbed get one more.
     """
-    before_s: list[float] = []
-    after_s: dict[Change, list[float]] = {change: [] for change in changes}
-    for number in range(rounds + _MORE_ROUNDS):
-        if number < rounds:
-            due = list(after_s)
-        else:
-            due = [trial.change for trial in _trials(before_s, after_s) if trial.is_unclear]
+    trials = [Trial(change=change, before_s=(), after_s=()) for change in changes]
+    for number in range(1, _ROUNDS + 2):
+        due = [trial for trial in trials if number <= _ROUNDS or trial.is_unclear]
         if not due:
             break
-        say(f"run {number + 1}: the unchanged training")
-        before_s.append(_step_s(_short_run(request, say)))
-        for change in due:
-            say(f"run {number + 1}: the training with {change}")
+        say(f"run {number}: the unchanged training")
+        before_s = _step_s(_short_run(request, say))
+        for trial in due:
+            trials.remove(trial)
+            change = trial.change
+            say(f"run {number}: the training with {change}")
             try:
                 facts = _short_run(with_change(request, change), say)
             except MusterError as error:
                 say(f"{change} could not be tried: {error.why or error.what}")
-                del after_s[change]
                 continue
             if any(rank.change_unused for rank in facts):
                 say(f"{change} had no effect: the training does not use it")
-                del after_s[change]
                 continue
-            after_s[change].append(_step_s(facts))
-    return _trials(before_s, after_s)
-
-
-def _trials(before_s: Sequence[float], after_s: dict[Change, list[float]]) -> list[Trial]:
-    trials = []
-    for change, times_s in after_s.items():
-        trial = Trial(change=change, before_s=tuple(before_s), after_s=tuple(times_s))
-        if change.kind == "batch":
-            trial = replace(trial, samples_factor=float(change.value))
-        trials.append(trial)
+            trials.append(Trial(
+                change=change,
+                before_s=(*trial.before_s, before_s),
+                after_s=(*trial.after_s, _step_s(facts)),
+                samples_factor=float(change.value) if change.kind == "batch" else 1.0,
+            ))  # fmt: skip
     return trials
 
 

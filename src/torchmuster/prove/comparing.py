@@ -2,15 +2,13 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from torchmuster.prove.records import EventRecord, MicroBatch, RankRecord, StepRecord, TrialRecord
+from torchmuster.prove.records import MicroBatch, RankRecord, StepRecord, TrialRecord
 
 if TYPE_CHECKING:
     from torchmuster.prove.trials import ResumeTrial
-
-Property = Literal["determinism", "resume", "ranks"]
 
 # Relative difference of gradient norms that only the order of additions explains, in the first step.
 ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
@@ -23,9 +21,8 @@ _LONGEST_ERROR = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Something that differs although it should not; ``step`` counts from 1, 0 is before the first step."""
+    """Something that differs although it should not; ``step`` counts from 1."""
 
-    property: Property
     kind: str
     step: int
     what: str
@@ -51,54 +48,34 @@ class Comparison:
 Change = tuple[str, str]  # the kind of a difference, and its text
 
 
-def _difference(
-    tested: Property,
-    step: int,
-    changes: Sequence[Change],
-    rank: RankRecord | None = None,
-    save: EventRecord | None = None,
-) -> Difference:
-    """Return the first change of a step, with the line of the script that is responsible."""
+def _difference(changes: Sequence[Change], step: int, rank: RankRecord) -> Difference:
+    """Return the first change of a step."""
     kind, what = changes[0]
     line = ""
-    keys: tuple[str, ...] = ()
-    if save is not None:
-        line, keys = save.line, tuple(save.keys)
-    if kind == "data-order" and rank is not None:
+    if kind == "data-order":
         line = rank.loader_line
     later = dict.fromkeys(other for other, _ in changes if other != kind)
-    return Difference(
-        property=tested,
-        kind=kind,
-        step=step,
-        what=what,
-        rank=None if rank is None else rank.rank,
-        also=tuple(later),
-        line=line,
-        keys=keys,
-    )
+    return Difference(kind=kind, step=step, what=what, rank=rank.rank, also=tuple(later), line=line)
 
 
 # ---- two runs from the start
 
 
-def compare_repeated(first: TrialRecord, second: TrialRecord) -> Difference | None:
-    """Return where two runs of the same script differ first."""
+def compare_repeated(first: TrialRecord, second: TrialRecord) -> Comparison:
+    """Find where two runs of the same script differ first."""
     drawn = _generators_drawn_from(first, second)
     steps = min(first.steps, second.steps)
     for index in range(steps):
         for rank, repeated in zip(first.ranks, second.ranks, strict=True):
-            before, after = rank.steps[index], repeated.steps[index]
-            changes = _changes(before, after, drawn)
-            if before.weights_before != after.weights_before:
-                changes.insert(0, ("weights", "the weights before the first step differ"))
-                return _difference("determinism", 0, changes, rank)
+            changes = _changes(rank.steps[index], repeated.steps[index], drawn)
+            if index == 0:
+                changes = _restored_otherwise(rank, repeated.steps[0], 0) + changes
             if changes:
-                return _difference("determinism", index + 1, changes, rank)
+                return Comparison(difference=_difference(changes, index + 1, rank))
     if first.steps != second.steps:
         what = f"one run made {first.steps} steps, the other one {second.steps}"
-        return _difference("determinism", steps, [("steps", what)])
-    return None
+        return Comparison(difference=Difference(kind="steps", step=steps, what=what))
+    return Comparison(steps=steps)
 
 
 def _changes(before: StepRecord, after: StepRecord, drawn: set[str]) -> list[Change]:
@@ -153,12 +130,8 @@ def _rates(step: StepRecord) -> str:
 def _state_changes(expected: dict[str, str], state: dict[str, str]) -> list[Change]:
     if expected == state:
         return []
-    missing = [name for name in expected if name not in state]
     different = [name for name in expected if expected[name] != state.get(name)]
-    what = f"the optimizer state differs: {', '.join(different or state)}"
-    if missing:
-        what = f"the optimizer state differs: {', '.join(missing)} missing"
-    return [("optimizer-state", what)]
+    return [("optimizer-state", f"the optimizer state differs: {', '.join(different or state)}")]
 
 
 # ---- a resumed run
@@ -173,85 +146,88 @@ def compare_resumed(
     digits, which is not a difference. Without ``exact``, the script does not even repeat itself bitwise: only data, learning rates and scale are compared.
     """
     resumed, expected = trial.resumed, trial.newest_step
-    after = f"after a stop at step {trial.stop.after_step} ({trial.stop.name})"
-    saves = [save for save in trial.stopped.saves if save.step == expected]
-    save = next(reversed(saves), None)
-    start = expected
-    if resumed.steps:
-        continued = resumed_from(baseline, resumed, expected)
-        if continued is not None:
-            start = continued
-    problem = _start_problem(baseline, resumed, expected, exact=exact)
+    continued = resumed_from(baseline, resumed, expected)
+    start = continued if continued is not None else expected
+    compared = Comparison()
+    problem = _start_problem(baseline, resumed, continued, expected, exact=exact)
     if problem is not None:
         kind, what = problem
         if trial.stop.name == "save-killed" and kind in _TORN:
             kind = "torn-checkpoint"
-        change = (kind, f"{after}, {what}")
-        return Comparison(difference=_difference("resume", max(start, 1), [change], save=save))
-    compared = _compare_steps(baseline, resumed, start, save, exact=exact)
-    last = start + resumed.steps
-    if compared.difference is None and last < baseline.steps:
-        change = ("ended-early", f"the script exited after step {last} of {baseline.steps}")
-        if resumed.trouble:
-            change = ("resume-failed", f"it failed after step {last}: {_first_line(resumed)}")
-        return Comparison(difference=_difference("resume", last, [change], save=save))
-    return compared
+        what = f"after a stop at step {trial.stop.after_step} ({trial.stop.name}), {what}"
+        difference: Difference | None = Difference(kind=kind, step=max(start, 1), what=what)
+    else:
+        compared = _compare_steps(baseline, resumed, start, exact=exact)
+        difference = compared.difference
+        last = start + resumed.steps
+        if difference is None and last < baseline.steps:
+            kind, what = "ended-early", f"the script exited after step {last} of {baseline.steps}"
+            if resumed.trouble:
+                kind, what = (
+                    "resume-failed",
+                    f"it failed after step {last}: {_first_line(resumed)}",
+                )
+            difference = Difference(kind=kind, step=last, what=what)
+    for save in trial.stopped.saves:
+        if difference is not None and save.step == expected:
+            line = difference.line or save.line
+            difference = replace(difference, line=line, keys=tuple(save.keys))
+    return replace(compared, difference=difference)
 
 
 def _compare_steps(
-    baseline: TrialRecord,
-    resumed: TrialRecord,
-    start: int,
-    save: EventRecord | None,
-    *,
-    exact: bool,
+    baseline: TrialRecord, resumed: TrialRecord, start: int, *, exact: bool
 ) -> Comparison:
     """Compare the steps of a resumed run with those of the undisturbed one, from ``start`` on."""
     rounding = 0.0
     tolerance = ROUNDING.get(baseline.dtype, ROUNDING["float32"])
     drawn = _generators_drawn_from(baseline, resumed)
     for number in range(min(resumed.steps, baseline.steps - start)):
-        result: Difference | None = None
-        for rank, continued_rank in zip(baseline.ranks, resumed.ranks, strict=True):
-            before, step = rank.steps[start + number], continued_rank.steps[number]
+        differences = []
+        for rank, continued in zip(baseline.ranks, resumed.ranks, strict=True):
+            before, step = rank.steps[start + number], continued.steps[number]
             changes = _changes(before, step, drawn) + _copy_changes(rank, before, step, start)
-            if number == 0 and exact:
-                changes = _restored_otherwise(rank, step, start) + changes
-            if number == 0:  # half a step was lost, which explains all the rest
+            if number == 0:
+                if exact:
+                    changes = _restored_otherwise(rank, step, start) + changes
+                # Half a step was lost, which explains all the rest.
                 changes.sort(key=lambda change: change[0] != "accumulation")
-            allowed = tolerance if rounding else tolerance / GROWTH
-            apart = _apart(before, step)
-            may_be_rounding = rounding > 0 or (bool(changes) and changes[0][0] in _RESULTS)
-            is_rounding = exact and bool(changes) and may_be_rounding and apart <= allowed
+            if exact and changes and (rounding or changes[0][0] in _RESULTS):
+                apart = _apart(before, step)
+                is_rounding = apart <= (tolerance if rounding else tolerance / GROWTH)
+                if is_rounding:
+                    rounding = max(rounding, apart)
+            else:
+                is_rounding = not exact
             if is_rounding:
-                rounding = max(rounding, apart)
-            if is_rounding or not exact:
                 changes = [change for change in changes if change[0] in _NEVER_ROUNDED]
             if changes:
                 kind, what = changes[0]
                 if kind == "data-order":
-                    what = data_order(rank, continued_rank, start)
+                    what = data_order(rank, continued, start)
                 at = start + number + 1
                 changes[0] = (kind, f"resumed from step {start}, step {at}: {what}")
-                difference = _difference("resume", at, changes, rank, save)
-                if kind not in _RESULTS:
-                    return Comparison(difference=difference)
-                # It may follow from the samples of another rank, whose gradients are added.
-                result = result or difference
-        if result is not None:
-            return Comparison(difference=result)
+                differences.append(_difference(changes, at, rank))
+        if differences:
+            # A result may follow from the samples of another rank, whose gradients are added.
+            first = min(differences, key=lambda difference: difference.kind in _RESULTS)
+            return Comparison(difference=first)
     return Comparison(apart=rounding, steps=resumed.steps)
 
 
 def _start_problem(
-    baseline: TrialRecord, resumed: TrialRecord, expected: int, *, exact: bool
+    baseline: TrialRecord,
+    resumed: TrialRecord,
+    start: int | None,
+    expected: int,
+    *,
+    exact: bool,
 ) -> Change | None:
     """Return why a resumed run does not continue from its newest checkpoint."""
     if not resumed.steps:
         if resumed.trouble:
             return "resume-failed", f"the script does not resume: {_first_line(resumed)}"
         return "ended-early", "the script made no more steps, and exited without an error"
-    start = resumed_from(baseline, resumed, expected)
     if start is None and exact:
         return "weights", "the weights are not those of any step of the undisturbed run"
     if start is None or start >= expected:
@@ -259,7 +235,11 @@ def _start_problem(
     if start:
         what = f"the script resumed from step {start}; its newest checkpoint is of step {expected}"
         return "older-checkpoint", what
-    if _loaded_the_rest(baseline, resumed, expected):
+    # It may have loaded the rest of the checkpoint: the optimizer state, or the learning rate.
+    steps, first = baseline.ranks[0].steps, resumed.ranks[0].steps[0]
+    rates = steps[min(expected, len(steps) - 1)].learning_rates
+    has_rates = steps[0].learning_rates != rates == first.learning_rates
+    if has_rates or (first.state_before and first.state_before == steps[expected - 1].state):
         what = "the weights are those of the start, but the rest of the checkpoint was loaded"
         return "weights", what
     return "started-from-zero", f"the script started from zero instead of step {expected}"
@@ -269,17 +249,10 @@ def _first_line(trial: TrialRecord) -> str:
     return textwrap.shorten(trial.trouble.splitlines()[0], _LONGEST_ERROR, placeholder=" …")
 
 
-def _loaded_the_rest(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> bool:
-    """Return whether a run without the weights of its checkpoint has the optimizer state or learning rate of it."""
-    steps, first = baseline.ranks[0].steps, resumed.ranks[0].steps[0]
-    if first.state_before and first.state_before == steps[expected - 1].state:
-        return True
-    at_expected = steps[min(expected, len(steps) - 1)].learning_rates
-    return steps[0].learning_rates != at_expected == first.learning_rates
-
-
 def resumed_from(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> int | None:
     """Return after which step of the undisturbed run a resumed one continues, by its weights."""
+    if not resumed.steps:
+        return None
     weights = resumed.ranks[0].steps[0].weights_before
     steps = baseline.ranks[0].steps
     known = [steps[0].weights_before, *(step.weights for step in steps)]
@@ -288,7 +261,7 @@ def resumed_from(baseline: TrialRecord, resumed: TrialRecord, expected: int) -> 
 
 
 def _restored_otherwise(rank: RankRecord, step: StepRecord, start: int) -> list[Change]:
-    """Return what differs before the first step of a resumed run."""
+    """Return what differs before the first step of another process."""
     weights, state = rank.steps[0].weights_before, rank.steps[0].state_before
     if start:
         weights, state = rank.steps[start - 1].weights, rank.steps[start - 1].state

@@ -1,12 +1,10 @@
 """Compare the ranks of a run, and runs on other numbers of ranks. Pure functions of records."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torchmuster.prove.comparing import GROWTH, ROUNDING, Comparison, Difference
-from torchmuster.prove.records import MicroBatch, RankRecord, TrialRecord
+from torchmuster.prove.records import RankRecord, TrialRecord
 
 _NEAR = 0.3  # a factor is that of the ranks if it is so much nearer to it than to 1, as logarithms
 _MOST = 0.5  # share of the samples
@@ -20,29 +18,22 @@ def compare_ranks(record: TrialRecord) -> list[Difference]:
     return [difference for difference in differences if difference is not None]
 
 
-def _of_ranks(kind: str, step: int, what: str, **fields: Any) -> Difference:
-    return Difference(property="ranks", kind=kind, step=step, what=what, **fields)
-
-
 # ---- the data of ranks, epochs and workers
 
 
 def _same_data(record: TrialRecord) -> Difference | None:
-    samples = [_first_epoch(rank, record.steps) for rank in record.ranks]
-    first = samples[0]
-    if len(first) < _FEW_SAMPLES:
-        return None
-    for rank, own in enumerate(samples[1:], start=1):
-        shared = len(own & first)
-        if len(own) >= _FEW_SAMPLES and shared / len(own) > _MOST:
-            share = round(100 * shared / len(own))
-            what = f"{share} % of the samples of rank {rank} are also read by rank 0 ({shared} of {len(own)})"
+    first, *more = [_first_samples(rank, record.steps) for rank in record.ranks]
+    for rank, samples in enumerate(more, start=1):
+        shared = len(samples & first)
+        if min(len(samples), len(first)) >= _FEW_SAMPLES and shared / len(samples) > _MOST:
+            share = round(100 * shared / len(samples))
+            what = f"{share} % of the samples of rank {rank} are also read by rank 0 ({shared} of {len(samples)})"
             line = record.ranks[0].loader_line
-            return _of_ranks("same-data", 1, what, rank=rank, line=line)
+            return Difference(kind="same-data", step=1, what=what, rank=rank, line=line)
     return None
 
 
-def _first_epoch(rank: RankRecord, steps: int) -> set[str]:
+def _first_samples(rank: RankRecord, steps: int) -> set[str]:
     """Return the samples up to the first one that comes again: a loader that is not known may repeat epochs."""
     seen: set[str] = set()
     for step in rank.steps[:steps]:
@@ -57,64 +48,61 @@ def _first_epoch(rank: RankRecord, steps: int) -> set[str]:
 
 
 def _uneven(record: TrialRecord) -> Difference | None:
+    kind = "uneven-batches"
     for step in range(record.steps):
         counts = [len(rank.steps[step].micro_batches) for rank in record.ranks]
         if len(set(counts)) > 1:
             what = f"ranks have {counts} micro-batches in the same step"
-            return _of_ranks("uneven-batches", step + 1, what)
+            return Difference(kind=kind, step=step + 1, what=what)
     samples = [_samples_of_first_epoch(rank) for rank in record.ranks]
     if all(samples) and len(set(samples)) > 1:
         what = f"ranks read different numbers of samples in one epoch: {samples}"
         line = record.ranks[0].loader_line
-        return _of_ranks("uneven-batches", record.steps, what, line=line)
+        return Difference(kind=kind, step=record.steps, what=what, line=line)
     made = [len(rank.steps) for rank in record.ranks]
     if max(made) - record.steps > 1:
-        return _of_ranks("uneven-batches", record.steps, f"ranks made {made} steps")
+        return Difference(kind=kind, step=record.steps, what=f"ranks made {made} steps")
     return None
+
+
+Epoch = tuple[int, int]  # a loader, and its iteration
+
+
+def _epochs(rank: RankRecord) -> dict[Epoch, list[tuple[int, str]]]:
+    """Return the samples of each iteration of each loader in order, each with its step."""
+    epochs: dict[Epoch, list[tuple[int, str]]] = {}
+    for step in rank.steps:
+        for batch in step.micro_batches:
+            if batch.place is not None:
+                samples = [(step.step, sample) for sample in batch.samples]
+                epochs.setdefault(batch.place[:2], []).extend(samples)
+    return epochs
 
 
 def _samples_of_first_epoch(rank: RankRecord) -> int:
     """Return the samples of the first iteration of the training loader; 0 if it did not end."""
-    epochs = _epochs(rank.micro_batches())
-    if not epochs:
+    epochs = _epochs(rank)
+    loader, iteration = next(iter(epochs), (0, 1))
+    if iteration > 0 or (loader, 1) not in epochs:
         return 0
-    loader, iteration = next(iter(epochs))
-    if iteration > 0 or (loader, iteration + 1) not in epochs:
-        return 0
-    return len(epochs[loader, iteration])
-
-
-def _epochs(batches: Iterable[MicroBatch]) -> dict[tuple[int, int], list[str]]:
-    """Return the samples of each iteration of each loader, in order."""
-    epochs: dict[tuple[int, int], list[str]] = {}
-    for batch in batches:
-        if batch.place is not None:
-            epochs.setdefault(batch.place[:2], []).extend(batch.samples)
-    return epochs
+    return len(epochs[loader, 0])
 
 
 def _epoch_order(record: TrialRecord) -> Difference | None:
     rank = record.ranks[0]
     shuffling = {event.values["loader"] for event in rank.of_kind("loader") if event.shuffles}
-    epochs = _epochs(rank.micro_batches())
-    for (loader, iteration), samples in epochs.items():
+    epochs = _epochs(rank)
+    for (loader, iteration), epoch in epochs.items():
         following = epochs.get((loader, iteration + 1), [])
-        length = min(len(samples), len(following))
-        if str(loader) not in shuffling or length < 2 * _FEW_SAMPLES:
+        if str(loader) not in shuffling or min(len(epoch), len(following)) < 2 * _FEW_SAMPLES:
             continue
-        if len(set(samples)) >= _FEW_SAMPLES and samples[:length] == following[:length]:
+        samples = [sample for _, sample in epoch]
+        pairs = zip(samples, following, strict=False)
+        if len(set(samples)) >= _FEW_SAMPLES and all(old == new for old, (_, new) in pairs):
             what = f"the loader shuffles, but epochs {iteration + 1} and {iteration + 2} have the same order"
-            step = _first_step_of(rank, (loader, iteration + 1))
-            return _of_ranks("epoch-order", step, what, line=rank.loader_line)
+            step, line = following[0][0], rank.loader_line
+            return Difference(kind="epoch-order", step=step, what=what, line=line)
     return None
-
-
-def _first_step_of(rank: RankRecord, epoch: tuple[int, int]) -> int:
-    for step in rank.steps:
-        for batch in step.micro_batches:
-            if batch.place is not None and batch.place[:2] == epoch:
-                return step.step
-    raise ValueError(epoch)
 
 
 def _worker_seeds(record: TrialRecord) -> Difference | None:
@@ -127,8 +115,13 @@ def _worker_seeds(record: TrialRecord) -> Difference | None:
                 hashes = {state.get(name) for state in states}
                 if len(states) > 1 and len(hashes) == 1 and None not in hashes:
                     what = f"all {len(states)} loader workers begin with the same random state of {name}"
-                    line = rank.loader_line
-                    return _of_ranks("worker-seeds", 1, what, rank=rank.rank, line=line)
+                    return Difference(
+                        kind="worker-seeds",
+                        step=1,
+                        what=what,
+                        rank=rank.rank,
+                        line=rank.loader_line,
+                    )
     return None
 
 
@@ -144,16 +137,14 @@ def _replicas(record: TrialRecord) -> Difference | None:
         expected = first.steps[step].weights
         for rank in record.ranks[1:]:
             weights = rank.steps[step].weights
-            if len(weights) != len(expected):
-                return _of_ranks("replicas-differ", step + 1, "ranks train different parameters")
-            wrong = [index for index in whole if weights[index] != expected[index]]
+            what = "ranks train different parameters"
+            wrong = whole
+            if len(weights) == len(expected):
+                wrong = [index for index in whole if weights[index] != expected[index]]
+                what = f"after step {step + 1}, {len(wrong)} of {len(whole)} parameters of rank {rank.rank} differ from those of rank 0"
             if wrong:
-                name = first.parameters.names[wrong[0]]
-                what = (
-                    f"after step {step + 1}, {len(wrong)} of {len(whole)} parameters of rank {rank.rank} differ from "
-                    f"those of rank 0, the first is {name}"
-                )
-                return _of_ranks("replicas-differ", step + 1, what, rank=rank.rank)
+                what += f", the first is {first.parameters.names[wrong[0]]}"
+                return Difference(kind="replicas-differ", step=step + 1, what=what, rank=rank.rank)
     return None
 
 
@@ -163,7 +154,7 @@ def _buffers(record: TrialRecord) -> Difference | None:
         for rank in record.ranks[1:]:
             if rank.steps[step].buffers != expected:
                 what = f"the buffers of the model (BatchNorm) differ between rank 0 and rank {rank.rank}"
-                return _of_ranks("buffers-differ", step + 1, what, rank=rank.rank)
+                return Difference(kind="buffers-differ", step=step + 1, what=what, rank=rank.rank)
     return None
 
 
@@ -202,33 +193,23 @@ def compare_scaled(
         if parameters is not None and parameters.layers:
             why = f"{', '.join(parameters.layers)} computes with the samples of one rank"
             return Comparison(why_not=why)
-        difference = _scaling_difference(expected, norm, step, first, second)
-        return Comparison(difference=difference)
+        what = (
+            f"the gradient norm of step {step + 1} is {norm:.5g} with {second.name} and {expected:.5g} "
+            f"with {first.name}"
+        )
+        factor = norm / max(expected, 1e-300)
+        ratio = second.count / first.count
+        kind = "loss-average"
+        if _is_near(factor, ratio) or _is_near(factor, 1 / ratio):
+            kind = "gradient-scale"
+            if second.check == "accumulation":
+                kind = "accumulation-scale"
+        what = f"{what}: a factor of {factor:.3g}"
+        return Comparison(difference=Difference(kind=kind, step=step + 1, what=what))
     return Comparison(apart=largest, steps=min(few.steps, many.steps))
-
-
-def _scaling_difference(
-    expected: float, norm: float, step: int, first: Variation, second: Variation
-) -> Difference:
-    what = (
-        f"the gradient norm of step {step + 1} is {norm:.5g} with {second.name} and {expected:.5g} "
-        f"with {first.name}"
-    )
-    factor = math.inf
-    if expected:
-        factor = norm / expected
-    ratio = second.count / first.count
-    if _is_near(factor, ratio) or _is_near(factor, 1 / ratio):
-        kind = "gradient-scale"
-        if second.check == "accumulation":
-            kind = "accumulation-scale"
-        return _of_ranks(kind, step + 1, f"{what}: a factor of {factor:.3g}")
-    what += f": {100 * abs(factor - 1):.2g} % apart"
-    return _of_ranks("loss-average", step + 1, what)
 
 
 def _is_near(factor: float, ratio: float) -> bool:
     """Return whether a factor is rather this ratio than 1."""
-    if not 0 < factor < math.inf:
-        return False
-    return abs(math.log(factor / ratio)) < _NEAR * abs(math.log(factor))
+    distance = math.log(max(factor, 1e-300) / ratio)
+    return abs(distance) < _NEAR * abs(math.log(max(factor, 1e-300)))

@@ -132,23 +132,26 @@ _KNOWN: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 
-def finding_of(difference: Difference, *, allowed: bool) -> Finding:
+def finding_of(tested: str, difference: Difference, *, allowed: bool) -> Finding:
     """Return a difference as a finding, with its usual cause and fix."""
-    why, fix = _KNOWN.get((difference.property, difference.kind), ("", ""))
-    line = f"{difference.line}: " if difference.line else ""
-    saved = ""
+    why, fix = _KNOWN.get((tested, difference.kind), ("", ""))
+    line, saved = "", ""
     if difference.line:
-        keys = ", ".join(difference.keys)
-        saved = f"\n{difference.line} saves" + (f": {keys}" if keys else "")
+        line = f"{difference.line}: "
+        saved = f"\n{difference.line} saves"
+        if difference.keys:
+            saved += f": {', '.join(difference.keys)}"
     fix = fix.replace("{line}", line).replace("{saved}", saved)
     if difference.also:
         why += f"\nin the same step also: {', '.join(difference.also)}"
+    if allowed:
+        fix = ""
     return Finding(
-        name=f"prove-{difference.property}-{difference.kind}",
+        name=f"prove-{tested}-{difference.kind}",
         status=Status.NOTE if allowed else Status.FAILURE,
-        what=f"{difference.property}: {difference.kind}: {difference.what}",
+        what=f"{tested}: {difference.kind}: {difference.what}",
         why=why,
-        fix="" if allowed else fix,
+        fix=fix,
     )
 
 

@@ -95,7 +95,7 @@ class Prover:
             if not uneven:
                 raise
             for difference in uneven:
-                self._differs("ranks.uneven-batches", difference)
+                self._conclude("ranks.uneven-batches", Comparison(difference=difference))
             return
         exact = True
         if "determinism" in properties:
@@ -108,18 +108,19 @@ class Prover:
 
     # ---- results
 
-    def _conclude(self, name: str, comparison: Comparison, equal: str) -> None:
+    def _conclude(self, name: str, comparison: Comparison, equal: str = "") -> None:
+        tested, difference = name.partition(".")[0], comparison.difference
+        outcome: Outcome = "pass"
+        finding = Finding(name=f"prove-{name}", status=Status.OK, what=f"{tested}: {equal}")
         if comparison.why_not:
             self._untested(name, "the runs cannot be compared", comparison.why_not)
-        elif comparison.difference is not None:
-            self._differs(name, comparison.difference)
-        else:
-            self._passed(name, equal)
-
-    def _passed(self, name: str, what: str) -> None:
-        text = f"{name.partition('.')[0]}: {what}"
-        finding = Finding(name=f"prove-{name}", status=Status.OK, what=text)
-        self.proof.results.append(Result(name=name, outcome="pass", finding=finding))
+            return
+        if difference is not None:
+            is_allowed = difference.kind in self._allowed
+            finding = finding_of(tested, difference, allowed=is_allowed)
+            outcome = "pass" if is_allowed else "fail"
+        result = Result(name=name, outcome=outcome, finding=finding, difference=difference)
+        self.proof.results.append(result)
 
     def _untested(self, name: str, what: str, why: str, fix: str = "") -> None:
         tested = name.partition(".")[0]
@@ -131,16 +132,6 @@ class Prover:
             fix=fix,
         )
         self.proof.results.append(Result(name=name, outcome="not tested", finding=finding))
-
-    def _differs(self, name: str, difference: Difference) -> None:
-        is_allowed = difference.kind in self._allowed
-        result = Result(
-            name=name,
-            outcome="pass" if is_allowed else "fail",
-            finding=finding_of(difference, allowed=is_allowed),
-            difference=difference,
-        )
-        self.proof.results.append(result)
 
     # ---- properties
 
@@ -154,13 +145,10 @@ class Prover:
                 fix=f"muster run {self.proof.request.script}",
             )
         self.proof.repeated = repeated
-        difference = comparing.compare_repeated(baseline, repeated)
-        if difference is not None:
-            self._differs("determinism", difference)
-            return False
-        what = f"two runs are bitwise equal in all {baseline.steps} steps"
-        self._passed("determinism", what)
-        return True
+        compared = comparing.compare_repeated(baseline, repeated)
+        equal = f"two runs are bitwise equal in all {baseline.steps} steps"
+        self._conclude("determinism", compared, equal)
+        return compared.difference is None
 
     def _prove_resume(self, baseline: TrialRecord, *, exact: bool) -> None:
         stops = [stop for stop in stops_for(baseline) if stop.name in self.proof.request.stops]
@@ -203,14 +191,14 @@ class Prover:
         if not differences and self.proof.repeated is not None:
             differences = comparing_ranks.compare_ranks(self.proof.repeated)
         for difference in differences:
-            self._differs(f"ranks.{difference.kind}", difference)
+            self._conclude(f"ranks.{difference.kind}", Comparison(difference=difference))
         if differences:
             return
         what = "each epoch has its own order, and loader workers their own random numbers"
         if len(baseline.ranks) > 1:
             ranks = len(baseline.ranks)
             what = f"{ranks} ranks read different samples, and have equal weights after each step"
-        self._passed("ranks.replicas", what)
+        self._conclude("ranks.replicas", Comparison(), what)
 
     # ---- the same global batch on other numbers of ranks, and with more accumulation
 

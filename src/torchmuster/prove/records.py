@@ -15,7 +15,7 @@ EventKind = Literal["save", "worker", "loader"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopRequest:
+class PlannedStop:
     """Stop a trial once ``after_step`` steps are done: before the next one, or in the save that follows them."""
 
     name: StopName
@@ -36,7 +36,7 @@ class TrialRequest:
     device: Literal["cpu", "gpu"]
     steps: int  # exit after this many
     most_steps: int = 0  # if more: go on until a checkpoint was saved, at most so far
-    stop: StopRequest | None = None
+    stop: PlannedStop | None = None
     dropout: bool = True
 
 

@@ -11,7 +11,7 @@ from torchmuster.pages.charts import RULES, Axis, Curve, line_chart
 from torchmuster.pages.frame import html_article, html_page, html_table
 from torchmuster.prove import landlock
 from torchmuster.prove.comparing import resumed_from
-from torchmuster.prove.proof import Proof, Result
+from torchmuster.prove.proof import Proof
 from torchmuster.prove.records import TrialRecord
 from torchmuster.redaction import printable
 from torchmuster.units import format_seconds, plural
@@ -20,6 +20,7 @@ _NARROWEST, _WIDER = 1.5, 3.0  # widths of the curves
 _NOT_WATCHED = (
     "not watched: writes of child processes and native code (this kernel has no Landlock)"
 )
+_IN_JSON = ("kind", "step", "rank", "also", "line")  # of a difference
 _CURVES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate"}
 
 
@@ -58,57 +59,56 @@ def _shown_findings(proof: Proof) -> list[Finding]:
 
 
 def _trial_summary(proof: Proof) -> str:
-    request = proof.request
+    trial = proof.request.trial
     steps = proof.baseline.steps if proof.baseline else 0
-    where = "on the CPU" if request.device == "cpu" else "on GPUs"
-    ranks = plural(request.ranks, "rank")
+    where = "on the CPU" if trial.device == "cpu" else "on GPUs"
+    ranks = plural(trial.ranks, "rank")
     runs = plural(proof.runs, "run")
     return f"{ranks} {where}, {steps} steps, {runs} in {format_seconds(proof.took_s)}"
 
 
 def proof_json(proof: Proof, folder: Path) -> dict[str, object]:
     """Return the result as plain JSON types."""
+    results = []
+    for result in proof.results:
+        difference = None
+        if result.difference is not None:
+            difference = {name: getattr(result.difference, name) for name in _IN_JSON}
+        results.append(
+            {
+                "name": result.name,
+                "property": result.tested,
+                "outcome": result.outcome,
+                "difference": difference,
+                "finding": result.finding.as_json(),
+            }
+        )
     return {
         "script": proof.request.script,
-        "ranks": proof.request.ranks,
+        "ranks": proof.request.trial.ranks,
         "steps": proof.baseline.steps if proof.baseline else 0,
         "runs": proof.runs,
         "passed": not proof.failed,
         "confined_by_kernel": landlock.is_available(),
         "report": str(folder / "report.html"),
-        "results": [_result_json(result) for result in proof.results],
-    }
-
-
-def _result_json(result: Result) -> dict[str, object]:
-    difference = None
-    if result.difference is not None:
-        difference = {
-            "kind": result.difference.kind,
-            "step": result.difference.step,
-            "rank": result.difference.rank,
-            "also": list(result.difference.also),
-            "line": result.difference.line or None,
-        }
-    return {
-        "name": result.name,
-        "property": result.tested,
-        "outcome": result.outcome,
-        "difference": difference,
-        "finding": result.finding.as_json(),
+        "results": results,
     }
 
 
 def proof_page(proof: Proof) -> str:
     """Return the result as a page with the curves of all runs over each other."""
     request = proof.request
+    command = escape(printable(request.trial.command))
+    rows = []
+    for result in proof.results:
+        kind, step = "", ""
+        if result.difference is not None:
+            kind, step = result.difference.kind, str(result.difference.step)
+        rows.append((result.name, result.outcome, kind, step))
     parts = [
-        f"<h1>muster prove {escape(proof.request.script)}</h1>",
-        f"<p>{escape(_trial_summary(proof))}: <code>{escape(printable(request.command))}</code></p>",
-        html_table(
-            ("check", "result", "first difference", "in step"),
-            [_table_row(result) for result in proof.results],
-        ),
+        f"<h1>muster prove {escape(request.script)}</h1>",
+        f"<p>{escape(_trial_summary(proof))}: <code>{command}</code></p>",
+        html_table(("check", "result", "first difference", "in step"), rows),
         *map(html_article, _shown_findings(proof)),
     ]
     if proof.baseline is not None and proof.baseline.steps:
@@ -119,14 +119,7 @@ def proof_page(proof: Proof) -> str:
                     title, Axis(title="step", from_zero=False), Axis(title=title), curves
                 )
                 parts.append(f"<figure>{chart}</figure>")
-    return html_page(f"muster prove {proof.request.script}", parts, style=RULES)
-
-
-def _table_row(result: Result) -> tuple[str, str, str, str]:
-    difference = result.difference
-    if difference is None:
-        return result.name, result.outcome, "", ""
-    return result.name, result.outcome, difference.kind, str(difference.step)
+    return html_page(f"muster prove {request.script}", parts, style=RULES)
 
 
 def _proof_curves(proof: Proof, name: str) -> Iterator[Curve]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch.history.resume import plan_resume, with_arguments
@@ -17,9 +17,9 @@ from torchmuster.prove import ranks as rank_processes
 from torchmuster.prove.comparing_ranks import Variation
 from torchmuster.prove.records import (
     EventRecord,
+    PlannedStop,
     RankRecord,
     StepRecord,
-    StopRequest,
     TrialRecord,
     TrialRequest,
     read_ranks,
@@ -54,16 +54,9 @@ _NO_TRACKERS = {
 class ProofRequest:
     """What to prove, and of which script."""
 
-    command: tuple[str, ...]
-    module: bool
-    with_run_folder: bool  # muster train
-    folder: str
-    into: str
-    steps: int
+    trial: TrialRequest  # in the user's folder, with the folder of the report
     most_steps: int = 0  # of the first run, if it has saved no checkpoint before
-    ranks: int  # of the trials that are stopped and repeated
     other_ranks: tuple[int, ...] = ()
-    device: Literal["cpu", "gpu"] = "cpu"
     resume_with: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     batch_argument: str = ""
@@ -74,15 +67,14 @@ class ProofRequest:
     @property
     def script(self) -> str:
         """The name of the script."""
-        if self.module:
-            return self.command[0]
-        return Path(self.command[0]).name
+        first = self.trial.command[0]
+        return first if self.trial.module else Path(first).name
 
     def source(self) -> str:
         """Return the text of the script; "" for another module than that of ``muster train``."""
-        if self.with_run_folder:
+        if self.trial.with_run_folder:
             return "import torchmuster"
-        path = Path(self.folder, self.command[0])
+        path = Path(self.trial.folder, self.trial.command[0])
         if path.is_file():
             return path.read_text(encoding="utf-8", errors="replace")
         return ""
@@ -92,7 +84,7 @@ class ProofRequest:
 class ResumeTrial:
     """A run that was stopped, and its continuation."""
 
-    stop: StopRequest
+    stop: PlannedStop
     stopped: TrialRecord
     resumed: TrialRecord
 
@@ -115,18 +107,18 @@ class Trials:
 
     def __init__(self, request: ProofRequest, say: Callable[[str], None], temporary: str) -> None:
         self._request, self._say = request, say
-        self._into = Path(request.into)
-        self._steps = request.steps
+        self._trial = request.trial
+        self._into = Path(self._trial.into)
         self._workspace = Workspace(
-            folder=Path(request.folder),
-            command=request.command,
-            module=request.module,
+            folder=Path(self._trial.folder),
+            command=self._trial.command,
+            module=self._trial.module,
             outputs=request.outputs,
             within=self._into / "trials",
             reports=self._into.parent,
         )
         environment = dict(request.environment)
-        if request.device == "cpu":
+        if self._trial.device == "cpu":
             environment.setdefault("CUDA_VISIBLE_DEVICES", "")
         rank_processes.start_server(request.source(), environment)
         self._environment = {**environment, **_NO_TRACKERS, "TMPDIR": temporary}
@@ -141,7 +133,7 @@ class Trials:
             yield cls(request, say, temporary)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(Path(request.into, "trials"), ignore_errors=True)
+            shutil.rmtree(Path(request.trial.into, "trials"), ignore_errors=True)
 
     def run(
         self,
@@ -164,17 +156,13 @@ class Trials:
         command = self._workspace.command_in(folder)
         records = self._into / "records" / name
         records.mkdir(parents=True)
-        request = TrialRequest(
+        request = replace(
+            self._trial,
             command=(command[0], *with_arguments(command[1:], arguments)),
-            module=self._request.module,
-            with_run_folder=self._request.with_run_folder,
             folder=str(folder),
             into=str(records),
-            ranks=self._request.ranks,
-            device=self._request.device,
-            steps=self._steps,
+            **changes,
         )
-        request = replace(request, **changes)
         environment = {
             **self._environment,
             "TORCHELASTIC_RUN_ID": name,
@@ -195,8 +183,8 @@ class Trials:
         record = self.run("baseline", "undisturbed", most_steps=self._request.most_steps)
         self._check(record)
         if record.saves:
-            self._steps = max(self._steps, record.steps)
-        record = record.up_to(self._steps)
+            self._trial = replace(self._trial, steps=max(self._trial.steps, record.steps))
+        record = record.up_to(self._trial.steps)
         used = self._used_outputs(record)
         if used:
             self._say(f"the script saves into {', '.join(used)}, which has files of earlier runs")
@@ -216,7 +204,7 @@ class Trials:
             if not path.is_relative_to(copy):
                 continue
             name = path.relative_to(copy).parts[0]
-            users = Path(self._request.folder, name)
+            users = Path(self._trial.folder, name)
             is_used = users.is_file() or (users.is_dir() and any(users.iterdir()))
             if is_used and name not in known:
                 used.add(name)
@@ -250,7 +238,7 @@ class Trials:
 
     # ---- stopped and resumed
 
-    def stop_and_resume(self, stop: StopRequest, baseline: TrialRecord) -> ResumeTrial:
+    def stop_and_resume(self, stop: PlannedStop, baseline: TrialRecord) -> ResumeTrial:
         """Stop the script, restart it in the same folder with its resume arguments, and record both."""
         name = f"{stop.name}-stopped"
         doing = f"stopped after step {stop.after_step} by {HOW[stop.name]}"
@@ -272,7 +260,7 @@ class Trials:
 
     def _resume_arguments(self, folder: Path, stopped: TrialRecord) -> tuple[str, ...]:
         """Return the arguments with which ``muster run`` would resume the script."""
-        if self._request.with_run_folder:
+        if self._trial.with_run_folder:
             return ()
         metrics = folder / ".muster-metrics"
         metrics.mkdir(exist_ok=True)
@@ -290,8 +278,8 @@ class Trials:
         (metrics / SAVES).write_text("".join(lines))
         spec = JobSpec(
             name="prove",
-            command=self._request.command,
-            module=self._request.module,
+            command=self._trial.command,
+            module=self._trial.module,
             folder=str(folder),
             resume_with=self._request.resume_with,
         )
@@ -304,14 +292,14 @@ class Trials:
         request = self._request
         flag = _flag(request.batch_argument)
         batch = self._batch_size(baseline)
-        if request.other_ranks and not flag and not request.with_run_folder:
+        if request.other_ranks and not flag and not self._trial.with_run_folder:
             raise Impossible(
                 "whether other numbers of ranks give the same gradients",
                 why="the global batch must stay the same",
                 fix="name the script's argument for the batch per rank, for example --batch-arg batch_size",
             )
         if request.other_ranks:
-            counts = sorted({request.ranks, *request.other_ranks})
+            counts = sorted({self._trial.ranks, *request.other_ranks})
             yield [self._on_ranks(count, flag, batch) for count in counts]
         if request.accumulation_argument:
             if not flag or batch % 2:
@@ -323,11 +311,11 @@ class Trials:
             yield [self._accumulated(factor, flag, batch) for factor in (1, 2)]
 
     def _on_ranks(self, count: int, flag: str, batch: int) -> Variation:
-        total = batch * self._request.ranks
+        total = batch * self._trial.ranks
         if total % count:
             raise Impossible(
                 f"a global batch of {total} cannot be split over {count} ranks",
-                why=f"{self._request.ranks} ranks have {batch} samples each",
+                why=f"{self._trial.ranks} ranks have {batch} samples each",
                 fix=f"set {flag} so that {count} divides it, or leave out --ranks {count}",
             )
         arguments: tuple[str, ...] = ()
@@ -339,11 +327,11 @@ class Trials:
 
     def _accumulated(self, factor: int, batch_flag: str, batch: int) -> Variation:
         flag = _flag(self._request.accumulation_argument)
-        count = factor * int(_value_of(self._request.command, flag) or 1)
+        count = factor * int(_value_of(self._trial.command, flag) or 1)
         return Variation(
             name=f"{plural(count, 'micro-batch')} per step",
             count=count,
-            ranks=self._request.ranks,
+            ranks=self._trial.ranks,
             arguments=(batch_flag, str(batch // factor), flag, str(count)),
             check="accumulation",
         )
@@ -367,14 +355,14 @@ class Trials:
 
     def _batch_size(self, baseline: TrialRecord) -> int:
         """Return the samples per rank and micro-batch: of the script's argument, or as recorded."""
-        value = _value_of(self._request.command, _flag(self._request.batch_argument))
+        value = _value_of(self._trial.command, _flag(self._request.batch_argument))
         if value.isdecimal():
             return int(value)
         sizes = [len(batch.samples) for batch in baseline.ranks[0].micro_batches()]
         return max(sizes)
 
 
-def stops_for(baseline: TrialRecord) -> list[StopRequest]:
+def stops_for(baseline: TrialRecord) -> list[PlannedStop]:
     """Choose where to stop: in an epoch, at its end, by SIGTERM, and in a save. Pure.
 
     Each stop follows a checkpoint by one step, so that a script that ignores its newest checkpoint is noticed.
@@ -395,12 +383,12 @@ def stops_for(baseline: TrialRecord) -> list[StopRequest]:
     term = min(inside[0] + 1, last)
     between = int(len(steps[term].micro_batches) > 1)  # two micro-batches, if there are some
     stops = [
-        StopRequest(name="killed", after_step=after(middle)),
-        StopRequest(name="rank-killed", after_step=after(end)),
-        StopRequest(name="terminated", after_step=term, in_micro_batch=between),
+        PlannedStop(name="killed", after_step=after(middle)),
+        PlannedStop(name="rank-killed", after_step=after(end)),
+        PlannedStop(name="terminated", after_step=term, in_micro_batch=between),
     ]
     if len(saves) > 1:
-        stops.append(StopRequest(name="save-killed", after_step=saves[1]))
+        stops.append(PlannedStop(name="save-killed", after_step=saves[1]))
     return stops
 
 

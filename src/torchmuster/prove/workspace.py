@@ -130,16 +130,14 @@ def _copy_folder(source: Path, target: Path, leave_out: set[Path]) -> None:
             continue
         if path.is_symlink():
             copy.symlink_to(path.resolve())
-        elif path.is_dir() and (_holds_any(path, leave_out) or not _is_large(path)):
+        elif path.is_dir() and (
+            any(other.is_relative_to(path) for other in leave_out) or not _is_large(path)
+        ):
             _copy_folder(path, copy, leave_out)
         elif path.is_file() and path.stat().st_size <= _MOST_COPIED_BYTES:
             shutil.copy2(path, copy)
         elif path.is_dir() or path.is_file():  # too large for a copy
             copy.symlink_to(path)
-
-
-def _holds_any(folder: Path, paths: Iterable[Path]) -> bool:
-    return any(path.is_relative_to(folder) for path in paths)
 
 
 def _is_large(folder: Path) -> bool:

@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train import precision as precisions
-from torchmuster.train.data.batch_split import BatchSplit
-from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
+from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
-from torchmuster.train.models.meta_init import build_for, build_on_meta
+from torchmuster.train.models.meta_init import build_on_meta
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.strategy import Strategy
@@ -109,7 +108,7 @@ def choose_loader(data: object, world: World, *, batch_size: int | None, seed: i
             why="a step uses batch_size samples, over all ranks",
             fix="give batch_size=…, or a DataLoader",
         )
-    return loader_for(data, world, LoaderSpec(global_batch_size=batch_size, seed=seed))
+    return loader_for(data, world, global_batch_size=batch_size, seed=seed)
 
 
 def choose_precision(precision: object, world: World) -> Decision[Precision]:
@@ -146,13 +145,6 @@ def choose_strategy(
     )
     made = strategies.build_strategy(name.value, world, precision=precision)
     return Decision(value=made, reason=name.reason)
-
-
-def with_values(model: Model, strategy: Strategy, world: World, *, seed: int) -> nn.Module:
-    """Return the model; a function is called, and for fsdp only rank 0's model has values."""
-    if isinstance(model, nn.Module):
-        return model
-    return build_for(strategy.name, model, world, seed=seed)
 
 
 def choose_optimizer(
@@ -241,14 +233,9 @@ def wrong(name: str, value: object, expected: str, *, known: Sequence[str] = ())
     return Impossible(f"{name} is {described}, but must be {expected}", fix=fix)
 
 
-def portions_of(loader: Loader) -> BatchSplit | None:
-    """Return how a loader splits its batches; None if unknown before reading."""
-    return getattr(loader, "portions", None)
-
-
 def micro_batch_size(loader: Loader) -> int | None:
     """Return the micro-batch size of a rank, if the loader knows it."""
-    split = portions_of(loader)
+    split = getattr(loader, "portions", None)
     return None if split is None else split.micro_batch_size
 
 

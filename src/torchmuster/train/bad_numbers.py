@@ -102,7 +102,7 @@ class NanHooks:
         return watch_parameters
 
     def _after(self, name: str) -> Any:
-        def look_at_output(module: nn.Module, _: Any, output: Any) -> None:
+        def check_output(module: nn.Module, _: Any, output: Any) -> None:
             for _, tensor in named_tensors(output):
                 self._watch(tensor, f"the output of {name}")
                 if self._layer is not None:
@@ -113,16 +113,16 @@ class NanHooks:
                 elif kind is not None:
                     self._layer = {"what": name, "kind": kind}
 
-        return look_at_output
+        return check_output
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
-        def look_at_gradient(gradient: torch.Tensor) -> None:
+        def check_gradient(gradient: torch.Tensor) -> None:
             kind = None if self.gradient is not None else worst(gradient)
             if kind is not None:
                 self.gradient = {"what": name, "kind": kind}
 
         if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(look_at_gradient))  # type: ignore[no-untyped-call]
+            self._handles.append(tensor.register_hook(check_gradient))  # type: ignore[no-untyped-call]
 
 
 class BadNumbers:

@@ -79,7 +79,7 @@ def batch_line(loader: Loader, world: World) -> str:
     product = (
         f"{split.micro_batch_size} per {unit} x {plural(split.ranks, unit)} x {rounds} accumulation"
     )
-    if split.samples_at_once * rounds == whole:
+    if split.micro_batch_size * split.ranks * rounds == whole:
         return f"{product} = {whole} per step"
     return f"at most {product}: {whole} per step"
 

@@ -41,22 +41,16 @@ def no_effect(model: nn.Module, world: World) -> Iterator[None]:
                 tensor.copy_(values)
 
 
-def share_buffers(model: nn.Module, world: World) -> None:
-    """Broadcast rank 0's buffers to all ranks, as DDP does before each forward.
-
-    Otherwise each rank would evaluate with its own running statistics, not with the saved ones.
-    """
-    share(model.buffers(), world)
-
-
 def share(buffers: Iterable[torch.Tensor], world: World) -> None:
-    """Broadcast rank 0's values of some buffers to all ranks, in one message."""
-    filled = [one for one in buffers if one.numel()]
+    """Broadcast rank 0's values of some buffers to all ranks, in one message, as DDP does before each forward."""
+    filled = [buffer for buffer in buffers if buffer.numel()]
     if world.world_size == 1 or not filled:
         return
     with torch.no_grad():
-        values = [one.detach().to(world.device).contiguous() for one in filled]
-        as_bytes = [one.view(-1).view(torch.uint8) for one in values]  # gloo lacks some dtypes
+        values = [buffer.detach().to(world.device).contiguous() for buffer in filled]
+        as_bytes = [
+            buffer.view(-1).view(torch.uint8) for buffer in values
+        ]  # gloo lacks some dtypes
         together = torch.cat(as_bytes)
         dist.broadcast(together, src=0)
         for buffer, value, own, heard in zip(

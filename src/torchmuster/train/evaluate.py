@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.train.buffers import share_buffers
+from torchmuster.train.buffers import share
 from torchmuster.train.data.step import Loader, MicroBatch, Step
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.world import World, all_gather_object, most_exact
@@ -42,7 +42,8 @@ def evaluate(
     The same on every rank. A value with count 0 is NaN. All ranks get the buffers of rank 0, such
     as BatchNorm's running means.
     """
-    share_buffers(model, world)
+    # Otherwise each rank would evaluate with its own running statistics, not with the saved ones.
+    share(model.buffers(), world)
     sums: dict[str, tuple[Any, Any]] = {}  # sum and count
     with _evaluating(model):
         for micro in _micro_batches(steps):
@@ -52,33 +53,27 @@ def evaluate(
                 total, count = _counted(name, value, micro)
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + total, before[1] + count)
-    said = all_gather_object(
-        {name: [float(one) for one in pair] for name, pair in sums.items()}, world
+    sums_of_ranks = all_gather_object(
+        {name: [float(number) for number in pair] for name, pair in sums.items()}, world
     )
-    names = dict.fromkeys(name for of_rank in said for name in of_rank)
-    return {name: _mean([one[name] for one in said if name in one]) for name in names}
+    names = dict.fromkeys(name for of_rank in sums_of_ranks for name in of_rank)
+    return {
+        name: _mean([of_rank[name] for of_rank in sums_of_ranks if name in of_rank])
+        for name in names
+    }
 
 
 class BestMetric:
-    """The best value of an evaluation metric so far, and how long it has not improved.
+    """The best value of an evaluation metric so far.
 
     It depends only on results of :func:`evaluate`, so it is the same on every rank.
     """
 
-    def __init__(
-        self,
-        name: str,
-        mode: Literal["min", "max"] = "min",
-        *,
-        patience: int | None = None,
-    ) -> None:
-        """``patience`` is a number of evaluations."""
+    def __init__(self, name: str, mode: Literal["min", "max"] = "min") -> None:
         self.name = name
         self.mode = mode
-        self.patience = patience
         self.value: float | None = None
         self.step = 0  # of the best value
-        self.waited = 0  # evaluations in a row without an improvement
 
     def update(self, numbers: Mapping[str, float], step: int) -> bool:
         """Take the results of an evaluation; return whether the metric is the best so far."""
@@ -89,21 +84,14 @@ class BestMetric:
                 fix="name one of its metrics as best_metric",
             )
         value = numbers[self.name]
-        gain = math.inf
         if not math.isfinite(value):
-            gain = -math.inf
-        elif self.value is not None:
-            gain = self.value - value if self.mode == "min" else value - self.value
-        self.waited = 0 if gain > 0 else self.waited + 1
-        if gain <= 0:
+            return False
+        if self.value is not None and self.mode == "min" and value >= self.value:
+            return False
+        if self.value is not None and self.mode == "max" and value <= self.value:
             return False
         self.value, self.step = value, step
         return True
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the metric has not improved for ``patience`` evaluations."""
-        return self.patience is not None and self.waited >= self.patience
 
     def as_metric(self) -> dict[str, float]:
         """Return the best value by its name."""
@@ -122,14 +110,13 @@ class BestMetric:
             "mode": self.mode,
             "value": self.value,
             "step": self.step,
-            "waited": self.waited,
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Restore a state; one of another metric, or of a run that had none, is ignored."""
         if state is None or (state["metric"], state["mode"]) != (self.name, self.mode):
             return
-        self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
+        self.value, self.step = state["value"], state["step"]
 
 
 def _micro_batches(steps: Loader | Iterable[Step]) -> Iterator[MicroBatch]:

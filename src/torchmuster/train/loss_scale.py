@@ -22,11 +22,11 @@ _MANY_SKIPPED = 0.05
 
 def refuse_half_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Reject trained 16-bit weights with a loss scale; frozen ones do not matter."""
-    for one in parameters:
-        if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16):
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             raise Impossible(
                 "precision fp16 was requested, but the trainable weights are "
-                f"{str(one.dtype).removeprefix('torch.')}",
+                f"{str(parameter.dtype).removeprefix('torch.')}",
                 why="the loss scale needs gradients in fp32: they cannot be unscaled in 16 bits",
                 fix="keep the weights in fp32 (model.torch_dtype: float32), or use precision bf16 "
                 "or fp32",

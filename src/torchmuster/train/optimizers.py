@@ -1,55 +1,48 @@
 """Optimizers and learning-rate schedules by the names used in settings."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchmuster.errors import Impossible
-from torchmuster.train.models.blocks import repeated_blocks
 
-Name = Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"]
+Name = Literal["adamw", "sgd"]
 ParameterGroup: TypeAlias = dict[str, Any]  # as torch's optimizers take it: params, and options
 MakeOptimizer: TypeAlias = Callable[
     [list[nn.Parameter] | list[ParameterGroup]], torch.optim.Optimizer
 ]
+Shape = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+# Their factors do not depend on the number of steps.
+ENDLESS: tuple[Shape, ...] = ("constant", "inverse_sqrt")
+_TIMESCALE = 10_000  # of inverse_sqrt without a warm-up, as in transformers
 
 
 def parameter_groups(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    muon: bool = False,
+    model: nn.Module, *, learning_rate: float, weight_decay: float
 ) -> list[ParameterGroup]:
     """Return the trained parameters of a model as groups with ``lr`` and ``weight_decay``.
 
     The last group has a weight decay of 0: all parameters with fewer than two dimensions (biases,
-    the scales of norms) and all parameters of norm layers. ``muon`` moves the hidden matrices into
-    a group of their own, with ``use_muon``. The groups do not depend on the strategy.
+    the scales of norms) and all parameters of norm layers. The groups do not depend on the strategy.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hidden = _hidden_matrices(model) if muon else set()
-    plain = _norms_and_biases(model) - hidden
-    rest = [one for one in trained if one not in hidden and one not in plain]
-    groups: list[ParameterGroup] = [
-        {"params": [one for one in trained if one in hidden], "weight_decay": weight_decay},
-        {"params": rest, "weight_decay": weight_decay},
-        {
-            "params": [one for one in trained if one in plain],
-            "weight_decay": 0.0,
-        },
-    ]
-    for place, group in enumerate(groups):
-        group["lr"] = learning_rate
-        if muon:
-            group["use_muon"] = place == 0
-    return [group for group in groups if group["params"]]
+    plain = _norms_and_biases(model)
+    decayed: ParameterGroup = {"params": [], "weight_decay": weight_decay, "lr": learning_rate}
+    undecayed: ParameterGroup = {"params": [], "weight_decay": 0.0, "lr": learning_rate}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            group = undecayed if parameter in plain else decayed
+            group["params"].append(parameter)
+    return [group for group in (decayed, undecayed) if group["params"]]
 
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
@@ -61,92 +54,6 @@ def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices between embeddings and head: those of the repeated layers.
-
-    In a model without repeated layers, the first and the last matrix are its input and its output.
-    """
-    blocks = repeated_blocks(model)
-    within: Iterable[nn.Parameter] = chain.from_iterable(block.parameters() for block in blocks)
-    if not blocks:
-        within = [parameter for parameter in model.parameters() if parameter.ndim == 2][1:-1]
-    embedded = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    plain = _norms_and_biases(model)
-    return {one for one in within if one.ndim == 2 and one not in embedded and one not in plain}
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for groups with ``use_muon``, and AdamW for all others, with one state.
-
-    One learning rate suits both: Muon's updates get the usual size of AdamW's (torch's
-    ``match_rms_adamw``).
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        *,
-        lr: float,
-        weight_decay: float,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
-        matrices = [group for group in groups if group["use_muon"]]
-        others = [group for group in groups if not group["use_muon"]]
-        common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__([dict(group) for group in groups], common)
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            self._parts.append(
-                torch.optim.Muon(
-                    matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw", **common
-                )
-            )
-        if others:
-            self._parts.append(
-                torch.optim.AdamW(others, betas=betas, eps=eps, fused=_can_fuse(others), **common)
-            )
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
-        self._share()
-
-    def _share(self) -> None:
-        """Give both parts this optimizer's groups and state."""
-        for part in self._parts:
-            is_muon = isinstance(part, torch.optim.Muon)
-            part.param_groups = [
-                group for group in self.param_groups if group["use_muon"] is is_muon
-            ]
-            part.state = self.state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore groups and state; called by ``load_state_dict``."""
-        super().__setstate__(state)
-        self._share()
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply one step of both."""
-        for part in self._parts:
-            part.step()
-
-
-def _can_fuse(groups: Sequence[ParameterGroup] | Sequence[nn.Parameter]) -> bool:
-    return all(one.is_floating_point() for one in _parameters_in(groups))
-
-
-def _parameters_in(
-    groups: Sequence[ParameterGroup] | Sequence[nn.Parameter],
-) -> list[nn.Parameter]:
-    return [
-        one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])
-    ]
-
-
 def optimizer_named(
     name: Name,
     *,
@@ -154,82 +61,21 @@ def optimizer_named(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    momentum: float | None = None,
+    momentum: float = 0.9,
 ) -> MakeOptimizer:
     """Return a function that creates the optimizer from parameters, or from :func:`parameter_groups`.
 
     adamw is torch's fused one, which reads from the device whether to apply a step: see
-    :class:`torchmuster.train.step.TrainStep`. For all others, the host reads it in every step:
-    torch's fused SGD cannot do that in its first step, nor for shards. ``momentum`` is 0.9 for sgd
-    and 0.95 for muon if left out.
+    :class:`torchmuster.train.step.TrainStep`. With sgd, the host reads it in every step: torch's
+    fused SGD cannot do that in its first step, nor for shards.
     """
     common: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay}
     if name == "sgd":
-        return lambda given: torch.optim.SGD(
-            given, momentum=0.9 if momentum is None else momentum, **common
-        )
-    if name == "adafactor":
-        return lambda given: torch.optim.Adafactor(_not_sharded(given, name), **common)
-    if name == "muon":
-        return lambda given: MuonWithAdamW(
-            _with_use_muon(given),
-            momentum=0.95 if momentum is None else momentum,
-            betas=betas,
-            eps=eps,
-            **common,
-        )
-    if name == "adamw_8bit":
-        return lambda given: _adamw_8bit(_not_sharded(given, name), betas=betas, eps=eps, **common)
-    return lambda given: torch.optim.AdamW(
-        given, betas=betas, eps=eps, fused=_can_fuse(given), **common
+        return lambda parameters: torch.optim.SGD(parameters, momentum=momentum, **common)
+
+    return lambda parameters: torch.optim.AdamW(
+        parameters, betas=betas, eps=eps, fused=True, **common
     )
-
-
-def _with_use_muon(given: list[nn.Parameter] | list[ParameterGroup]) -> list[ParameterGroup]:
-    if all(isinstance(one, dict) for one in given):
-        return given  # type: ignore[return-value]
-    matrices = [one for one in _parameters_in(given) if one.ndim == 2]
-    others = [one for one in _parameters_in(given) if one.ndim != 2]
-    groups = [
-        {"params": matrices, "use_muon": True},
-        {"params": others, "use_muon": False},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _not_sharded(given: Any, name: Name) -> Any:
-    if any(isinstance(one, DTensor) for one in _parameters_in(given)):
-        raise Impossible(
-            f"train.optimizer is {name}, which does not support strategy fsdp",
-            why="it cannot update sharded parameters",
-            fix="use adamw, muon or sgd; or distributed.strategy: ddp, if a copy of the model fits on "
-            "each rank",
-        )
-    return given
-
-
-def _adamw_8bit(given: Any, **options: Any) -> torch.optim.Optimizer:
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError:
-        raise Impossible(
-            "train.optimizer is adamw_8bit, but bitsandbytes is not installed",
-            fix="pip install 'torchmuster[qlora]'",
-        ) from None
-    made: torch.optim.Optimizer = AdamW8bit(given, **options)
-    return made
-
-
-Shape = Literal[
-    "constant",
-    "linear",
-    "cosine",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-]
-# Their factors do not depend on the number of steps.
-ENDLESS: tuple[Shape, ...] = ("constant", "inverse_sqrt")
-_TIMESCALE = 10_000  # of inverse_sqrt without a warm-up, as in transformers
 
 
 def schedule_factor(

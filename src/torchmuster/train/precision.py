@@ -34,7 +34,7 @@ class Precision:
 FP32 = Precision(name="fp32", compute=torch.float32, needs_scaler=False)
 BF16 = Precision(name="bf16", compute=torch.bfloat16, needs_scaler=False)
 FP16 = Precision(name="fp16", compute=torch.float16, needs_scaler=True)
-PRECISIONS: dict[str, Precision] = {one.name: one for one in (FP32, BF16, FP16)}
+PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (FP32, BF16, FP16)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ def precision_support(world: World) -> list[PrecisionSupport]:
     """Return each rank's device; all ranks call it."""
     return [
         PrecisionSupport(
-            kind=said["kind"],
-            name=said["name"],
-            has_bf16=said["has_bf16"],
-            compute_capability=said["capability"] and tuple(said["capability"]),
+            kind=report["kind"],
+            name=report["name"],
+            has_bf16=report["has_bf16"],
+            compute_capability=report["capability"] and tuple(report["capability"]),
         )
-        for said in all_gather_object(_own_device(world.device), world)
+        for report in all_gather_object(_own_device(world.device), world)
     ]
 
 
@@ -87,21 +87,23 @@ def _own_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def choose_precision(asked: str, of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
+def choose_precision(requested: str, of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
     """Choose the precision that all ranks' GPUs support; the reason names the least capable GPU."""
-    if asked == "auto":
+    if requested == "auto":
         return _automatic(of_ranks)
-    if asked not in PRECISIONS:
-        raise Impossible(f"unknown precision {asked!r}", fix=f"use auto, {', '.join(PRECISIONS)}")
+    if requested not in PRECISIONS:
+        raise Impossible(
+            f"unknown precision {requested!r}", fix=f"use auto, {', '.join(PRECISIONS)}"
+        )
     without = _first_without_bf16(of_ranks)
-    if asked == "bf16" and without is not None:
+    if requested == "bf16" and without is not None:
         raise Impossible(
             f"precision bf16 was requested, but {_device_of(without, of_ranks)} does not "
             "support bf16",
             why="all ranks must use the same dtype",
             fix="use precision auto or fp16, or exclude that GPU",
         )
-    return Decision(value=PRECISIONS[asked], reason=f"{asked}: requested")
+    return Decision(value=PRECISIONS[requested], reason=f"{requested}: requested")
 
 
 def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
@@ -110,7 +112,7 @@ def _automatic(of_ranks: Sequence[PrecisionSupport]) -> Decision[Precision]:
             return Decision(
                 value=FP32,
                 reason="fp32: the ranks compute on CPUs, which rarely gain from bf16"
-                if all(one.kind == "cpu" for one in of_ranks)
+                if all(device.kind == "cpu" for device in of_ranks)
                 else f"fp32: rank {rank} computes on a CPU; all ranks use one dtype",
             )
     without = _first_without_bf16(of_ranks)

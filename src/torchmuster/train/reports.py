@@ -183,16 +183,13 @@ class Reports:
         log_every: int = 50,
         quiet: bool = False,
         on_record: Sequence[Callable[[StepRecord], None]] = (),
-        also_at: int | None = None,
     ) -> None:
         """Report every ``log_every`` steps, and at least every 10 seconds.
 
         ``folder`` gets ``metrics/steps.jsonl``; ``on_record`` functions are called on rank 0 with each record.
-        ``also_at`` is a step after which a line is always reported.
         """
         self._speaks = world.is_first and not quiet
         self._log_every = log_every
-        self._also_at = also_at
         self._files = MetricsFiles(folder) if folder is not None and world.is_first else None
         self._listeners = tuple(on_record) if world.is_first else ()
         self._last_step: int | None = None
@@ -266,10 +263,7 @@ class Reports:
 
     def next_usual_line(self, step: int) -> int:
         """Return the step of the next line if steps are short."""
-        usual = step - step % self._log_every + self._log_every
-        if self._also_at is not None and step < self._also_at:
-            return min(usual, self._also_at)
-        return usual
+        return step - step % self._log_every + self._log_every
 
     def close(self) -> None:
         """Remove the bar and close the files; another :meth:`open` may follow."""

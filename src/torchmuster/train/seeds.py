@@ -19,28 +19,30 @@ from torchmuster.train.world import World
 
 def save_random_states(world: World) -> dict[str, Any]:
     """Return the random states of Python, torch, the device and numpy (if imported), as JSON."""
-    kept: dict[str, Any] = {
+    states: dict[str, Any] = {
         "python": random.getstate(),
         "torch": _as_text(torch.get_rng_state()),
     }
     if world.device.type != "cpu":
-        kept["device"] = _as_text(torch.get_device_module(world.device).get_rng_state(world.device))
+        states["device"] = _as_text(
+            torch.get_device_module(world.device).get_rng_state(world.device)
+        )
     if numpy := sys.modules.get("numpy"):  # not imported here: most runs do without it
         name, keys, *rest = numpy.random.get_state()
-        kept["numpy"] = [name, keys.tolist(), *rest]
-    return kept
+        states["numpy"] = [name, keys.tolist(), *rest]
+    return states
 
 
-def load_random_states(kept: dict[str, Any], world: World) -> None:
+def load_random_states(states: dict[str, Any], world: World) -> None:
     """Restore saved random states; skip those of a device or library that is not available."""
-    version, numbers, gauss = kept["python"]
+    version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(_as_state(kept["torch"]))
-    if "device" in kept and world.device.type != "cpu":
+    torch.set_rng_state(_as_state(states["torch"]))
+    if "device" in states and world.device.type != "cpu":
         module = torch.get_device_module(world.device)
-        module.set_rng_state(_as_state(kept["device"]), world.device)
-    if "numpy" in kept and (numpy := _seeds_numpy()) is not None:
-        numpy.random.set_state(tuple(kept["numpy"]))
+        module.set_rng_state(_as_state(states["device"]), world.device)
+    if "numpy" in states and (numpy := _seeds_numpy()) is not None:
+        numpy.random.set_state(tuple(states["numpy"]))
 
 
 def _seeds_numpy() -> Any:
@@ -94,7 +96,7 @@ def seed_cpu(seed: int) -> None:
 
 
 @contextmanager
-def kept_random_states() -> Iterator[None]:
+def preserved_random_states() -> Iterator[None]:
     """Restore the random states of Python, torch (CPU) and numpy afterwards."""
     numpy: Any = sys.modules.get("numpy")
     python_state, torch_state = random.getstate(), torch.get_rng_state()

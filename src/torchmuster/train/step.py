@@ -35,6 +35,8 @@ from torchmuster.train.world import World, all_gather_object, is_simulated, most
 if TYPE_CHECKING:  # imported only for fp16
     from torchmuster.train.loss_scale import LossScale
 
+_LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
+
 
 class HostCopy:
     """A copy of a few numbers that the device has yet to compute.
@@ -60,15 +62,11 @@ class HostCopy:
         return found
 
 
-_LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
-
-
 class StepResult:
     """The result of a step; the same on every rank.
 
-    ``applied`` and ``overflowed`` wait until the device has computed the step; ``norm`` and
-    ``counted`` wait for all queued work. After the next step's ``apply()``, the first two are
-    available without waiting.
+    ``applied`` and ``overflowed`` wait until the device has computed the step; after the next step's
+    ``apply()`` they are available without waiting.
     """
 
     def __init__(
@@ -76,16 +74,14 @@ class StepResult:
         found_inf: torch.Tensor,
         *,
         norm: torch.Tensor | None,
-        counted: torch.Tensor | float | None,
         micro_batches: Sequence[MicroBatch],
         numbers: Sequence[torch.Tensor] = (),
         settle: Callable[[bool, list[float]], bool],
     ) -> None:
         """``settle(applied, numbers)`` returns whether the loss scale overflowed."""
         self.found_inf = found_inf  # 1 if the step was skipped, else 0
-        self.norm_tensor = norm
+        self.norm = norm  # before clipping, a tensor on the device; None if clipping is off
         self.micro_batches = micro_batches  # to search for non-finite values
-        self._counted = counted
         self._numbers = HostCopy(
             torch.stack([found_inf, *numbers]) if numbers else found_inf.reshape(1)
         )
@@ -118,16 +114,6 @@ class StepResult:
         self.settle()
         return self._overflowed
 
-    @property
-    def norm(self) -> float | None:
-        """Gradient norm before clipping; None if clipping is off."""
-        return None if self.norm_tensor is None else float(self.norm_tensor)
-
-    @property
-    def counted(self) -> float | None:
-        """Samples or items of all ranks; None for means over an unknown number of samples."""
-        return None if self._counted is None else float(self._counted)
-
 
 class TrainStep:
     """Accumulates, weights, clips and applies gradients; the same on every rank."""
@@ -151,7 +137,7 @@ class TrainStep:
         self._clip_norm = clip_norm
         self._schedule = schedule
         self._parameters: Sequence[nn.Parameter] = [
-            one for group in optimizer.param_groups for one in group["params"]
+            parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
         self._scale: LossScale | None = None
         if precision.needs_scaler:
@@ -166,7 +152,7 @@ class TrainStep:
         self._step: Step | None = None  # the current one
         self._micro: MicroBatch | None = None  # the one whose loss is expected next
         self._counted: int | float | torch.Tensor | None = None  # by this rank, in this step
-        self._asked: dist.Work | None = None  # for the count over all ranks
+        self._counting: dist.Work | None = None  # for the count over all ranks
         self._last = False
         self._seen: list[MicroBatch] = []  # of the current step
         self._unsettled: StepResult | None = None  # of the last step: the host may not know it yet
@@ -177,7 +163,7 @@ class TrainStep:
             raise MusterError("a step was started before the previous one was applied", fix=_LOOP)
         self._step = step
         self._strategy.begin_step(self._model)
-        self._counted = self._asked = None
+        self._counted = self._counting = None
         self._seen = seen = []
         rounds = step.rounds
         for micro in step.micro_batches:
@@ -248,7 +234,7 @@ class TrainStep:
                 counted = counted.detach().to(device, dtype, non_blocking=True, copy=True)
             else:  # written by the device: a copy from the host would wait for it
                 counted = torch.full((), counted, dtype=dtype, device=device)
-            self._asked = dist.all_reduce(counted, async_op=True)
+            self._counting = dist.all_reduce(counted, async_op=True)
         self._counted = counted
 
     def apply(self) -> StepResult:
@@ -269,7 +255,7 @@ class TrainStep:
             self._checked = True
         if self._scale is not None:
             self._scale.unscale(self._optimizer)
-        counted, factor = self._correction(step)
+        factor = self._correction(step)
         clip = self._clip_norm is not None
         measured = self._strategy.measure_gradients(self._parameters, norm=clip)
         norm = measured.norm
@@ -285,7 +271,6 @@ class TrainStep:
         outcome = StepResult(
             measured.found_inf,
             norm=norm,
-            counted=counted,
             micro_batches=self._seen,
             numbers=numbers,
             settle=lambda applied, numbers: self._settled(applied, numbers, measured),
@@ -332,19 +317,17 @@ class TrainStep:
         self._scale.settle(numbers[-1], applied=applied)
         return not applied and numbers[-1] > 1.0
 
-    def _correction(
-        self, step: Step
-    ) -> tuple[torch.Tensor | float | None, torch.Tensor | float | None]:
-        """Return the count over all ranks, and the remaining gradient factor; None: no factor."""
+    def _correction(self, step: Step) -> torch.Tensor | float | None:
+        """Return the remaining factor of the gradients, from the count over all ranks; None: no factor."""
         counted = self._counted
         if counted is None:
-            return step.samples, None
-        if self._asked is not None:
-            self._asked.wait()
+            return None
+        if self._counting is not None:
+            self._counting.wait()
         if not isinstance(counted, torch.Tensor):
-            return counted, step.nominal_samples / (counted or 1.0)
+            return step.nominal_samples / (counted or 1.0)
         # Count 0: all gradients are 0.
-        return counted, step.nominal_samples / torch.where(counted == 0, 1.0, counted)
+        return step.nominal_samples / torch.where(counted == 0, 1.0, counted)
 
     def _agree_on_kind(self, counts_items: bool) -> None:
         """Reject a mixture of loss kinds: ranks would wait for a count that others never send."""
@@ -356,13 +339,15 @@ class TrainStep:
                 why="all losses of a step must be of the same kind, on all ranks",
                 fix="always return the mean, or always (total, count)",
             )
-        said = all_gather_object(
+        kinds_of_ranks = all_gather_object(
             counts_items, self._world
         )  # once in a run, before the first backward
-        if len(set(said)) > 1:
+        if len(set(kinds_of_ranks)) > 1:
             raise MusterError(
                 "the ranks return different kinds of losses: "
-                + ", ".join(f"rank {rank}: {kinds[one]}" for rank, one in enumerate(said)),
+                + ", ".join(
+                    f"rank {rank}: {kinds[kind]}" for rank, kind in enumerate(kinds_of_ranks)
+                ),
                 why="all losses of a step must be of the same kind, on all ranks",
                 fix="return the mean on every rank, or (total, count) on every rank",
             )
@@ -388,7 +373,8 @@ def _decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -
     # Not SGD: if its first step is skipped, torch's fused SGD uses an uninitialized momentum
     # buffer.
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        group["fused"] and all(one.device.type == device.type for one in group["params"])
+        group["fused"]
+        and all(parameter.device.type == device.type for parameter in group["params"])
         for group in optimizer.param_groups
     )
 

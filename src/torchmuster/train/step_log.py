@@ -386,15 +386,15 @@ class CommunicationTime:
 
 def _add_exactly(parts: list[float], number: float) -> None:
     """Add a number to an exact sum, held as parts of different magnitude, as ``math.fsum`` does."""
-    kept = 0
+    count = 0
     for part in parts:
         large, small = sorted((number, part), key=abs, reverse=True)
         number = large + small
         rest = small - (number - large)
         if rest and math.isfinite(number):
-            parts[kept] = rest
-            kept += 1
-    parts[kept:] = [number]
+            parts[count] = rest
+            count += 1
+    parts[count:] = [number]
 
 
 def _memory_peak(world: World) -> int:

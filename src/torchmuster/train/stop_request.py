@@ -7,7 +7,7 @@
             train(step)
             if stop.due(step):      # the same answer on every rank
                 save()
-                raise StoppedAtRequest(step, stop.words)
+                raise StoppedAtRequest(step, stop.origin)
 
 No collective is needed, and nothing is exchanged without a request. A thread of each rank waits at
 the rendezvous store. The rank that gets the signal writes a request there; every thread answers
@@ -33,7 +33,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchmuster.errors import ExitCode
-from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
+from torchmuster.launch.job import GRACE_VARIABLE
 from torchmuster.launch.probes.process_group import group_store
 from torchmuster.train.world import World
 
@@ -134,11 +134,11 @@ class StoppedAtRequest(SystemExit):
     It is not an error, and Python prints nothing. The launcher reads ``what``, ``why`` and ``fix``.
     """
 
-    def __init__(self, step: int, words: str) -> None:
+    def __init__(self, step: int, origin: str) -> None:
         super().__init__(int(ExitCode.SAVED))
         self.step = step
-        self.what = f"saved at step {step} after a stop request ({words})"
-        self.why = words
+        self.what = f"saved at step {step} after a stop request ({origin})"
+        self.why = origin
         self.fix = "rerun to resume from there"
 
 
@@ -154,7 +154,7 @@ class StopRequest:
         self._done = 0
         self._agreement: _Agreement | None = None  # set while a request is being handled
         self._round = 0  # number of the request, the same on all ranks
-        self._words = ""
+        self._origin = ""
         self._heard: dict[str, float] = {}
         self._last_word: str | None = None  # written on exit
         self._store: PrefixStore | None = None
@@ -175,9 +175,9 @@ class StopRequest:
         return any(name not in _WISHES for name in self._heard)
 
     @property
-    def words(self) -> str:
+    def origin(self) -> str:
         """The origin of the request: ``SIGUSR1 to rank 1``; empty without a request."""
-        return self._words
+        return self._origin
 
     # ---- opening and closing
 
@@ -223,21 +223,21 @@ class StopRequest:
             os._exit(ExitCode.INTERRUPTED)
         if first != now:
             return
-        words = f"{name} to rank {self._world.global_rank}"
+        origin = f"{name} to rank {self._world.global_rank}"
         if self._store is None:
-            self._agreement, self._words = _Agreement(), words
+            self._agreement, self._origin = _Agreement(), origin
             self._agreement.settle(0)
-        elif self._put_request(words, by_a_thread=True) == _FAILED:
+        elif self._put_request(origin, by_a_thread=True) == _FAILED:
             self._cannot_follow()
 
-    def _put_request(self, words: str, *, by_a_thread: bool = False) -> str:
+    def _put_request(self, origin: str, *, by_a_thread: bool = False) -> str:
         """Write a request unless there is one; return the stored one."""
         if self._store is None or self._is_gone:
             return _FAILED
         try:
             # The training loop may be blocked on its own connection.
             store = _connected_anew(self._store) if by_a_thread else self._store
-            return str(store.compare_set(f"{self._round}/request", "", words).decode())
+            return str(store.compare_set(f"{self._round}/request", "", origin).decode())
         except RuntimeError:  # torch's store errors
             return _FAILED
 
@@ -256,7 +256,7 @@ class StopRequest:
             # Before the loop continues: later signals are new requests.
             self._heard.clear()
             self._round += 1
-            self._agreement, self._words = None, ""
+            self._agreement, self._origin = None, ""
             agreement.settle(None)
             if self._is_gone:
                 return
@@ -268,26 +268,28 @@ class StopRequest:
         while not store.check(["request"]):
             with contextlib.suppress(torch.distributed.DistStoreError):  # timed out
                 store.wait(["request"], _VERY_LONG)
-        words = store.get("request").decode()
-        if words in (_OVER, _FAILED):
-            return words
+        origin = store.get("request").decode()
+        if origin in (_OVER, _FAILED):
+            return origin
         self._agreement = agreement  # before publishing this rank's step: see due()
         store.set(f"done/{self._world.global_rank}", str(self._done))
         if store.add("answers", 1) == self._world.world_size:
             ranks = range(self._world.world_size)
             answers = store.multi_get([f"done/{rank}" for rank in ranks])
             store.compare_set("end", "", str(1 + max(int(answer) for answer in answers)))
-        end = self._end_from(store, words)
+        end = self._end_from(store, origin)
         if end != _NEVER:
-            self._words = words
+            self._origin = origin
             agreement.settle(int(end))
         return end
 
-    def _end_from(self, store: PrefixStore, words: str) -> str:
+    def _end_from(self, store: PrefixStore, origin: str) -> str:
         """Return the step after which all ranks stop, or ``never``; the ranks agree on both."""
-        asked_s, pause_s = time.monotonic(), 0.002
+        requested_s, pause_s = time.monotonic(), 0.002
         while not store.check(["end"]):
-            if self._is_in_vain(store) or time.monotonic() > self._answered_until(asked_s, words):
+            if self._is_in_vain(store) or time.monotonic() > self._answered_until(
+                requested_s, origin
+            ):
                 store.compare_set("end", "", _NEVER)
             else:  # torch warns about each store wait that times out
                 time.sleep(pause_s)
@@ -305,13 +307,15 @@ class StopRequest:
         addresses = [visit.get(key).decode() for key in silent if visit.check([key])]
         return any(process_died(address) for address in addresses)
 
-    def _answered_until(self, asked_s: float, words: str) -> float:
+    def _answered_until(self, requested_s: float, origin: str) -> float:
         """Return the deadline for answers; SIGTERM or Ctrl-C may follow an early warning."""
         grace_s = _demands_are_answered_within_s()
-        told = [heard_s + grace_s for name, heard_s in self._heard.items() if name not in _WISHES]
-        is_wish = words.partition(" ")[0] in _WISHES
+        deadlines = [
+            heard_s + grace_s for name, heard_s in self._heard.items() if name not in _WISHES
+        ]
+        is_wish = origin.partition(" ")[0] in _WISHES
         patience_s = _WISHES_ARE_ANSWERED_WITHIN_S if is_wish else grace_s
-        return min([asked_s + patience_s, *told])
+        return min([requested_s + patience_s, *deadlines])
 
     def _cannot_follow(self) -> None:
         """Exit if this process was asked to stop: the others are gone, so nothing can be saved."""

@@ -122,8 +122,8 @@ def multiply_all(tensors: Sequence[torch.Tensor], by: float | torch.Tensor) -> N
     if hasattr(torch, "_foreach_mul_"):
         torch._foreach_mul_(list(tensors), by)
     else:
-        for one in tensors:
-            one.mul_(by)
+        for tensor in tensors:
+            tensor.mul_(by)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from torchmuster.finding import render
 from torchmuster.train import arguments
 from torchmuster.train.banner import banner
 from torchmuster.train.data.step import Loader, Step
+from torchmuster.train.models.meta_init import build_for
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.precision import Precision
 from torchmuster.train.progress import progress
@@ -43,7 +44,6 @@ from torchmuster.train.step_line import StepRecord
 from torchmuster.train.step_log import StepLog
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
-from torchmuster.units import plural
 
 if TYPE_CHECKING:  # imported only by runs that use them
     from torchmuster.train.bad_numbers import BadNumbers
@@ -58,8 +58,7 @@ class Evaluation:
     """What to evaluate on which data: every N steps, or after every epoch.
 
     ``best_metric`` names a measured value: with ``CheckpointSettings(keep_best=True)`` its best
-    checkpoint is kept. With ``patience``, training stops after that many evaluations in a row in
-    which it has not improved.
+    checkpoint is kept.
     """
 
     loader: Loader
@@ -67,15 +66,6 @@ class Evaluation:
     every: int | None = None
     best_metric: str | None = None
     best_mode: Literal["min", "max"] = "min"
-    patience: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.patience is not None and (self.best_metric is None or self.patience < 1):
-            raise Impossible(
-                f"patience is {self.patience} and best_metric is {self.best_metric!r}",
-                why="early stopping needs a metric and at least one evaluation",
-                fix="give best_metric, and a patience of at least 1",
-            )
 
 
 class Trainer:
@@ -142,18 +132,15 @@ class Trainer:
         if evaluation is not None and evaluation.best_metric is not None:
             from torchmuster.train import evaluate
 
-            self.best = evaluate.BestMetric(
-                evaluation.best_metric,
-                evaluation.best_mode,
-                patience=evaluation.patience,
-            )
+            self.best = evaluate.BestMetric(evaluation.best_metric, evaluation.best_mode)
         self.seed = seed
         self._weights_seed = None if isinstance(model, nn.Module) else seed
         self.precision = arguments.choose_precision(precision, world)
         self._autocast = self.precision.value.autocast(world.device)
         self.strategy = arguments.choose_strategy(strategy, self.precision.value, model, world)
         with oom_report(world):
-            model = arguments.with_values(model, self.strategy.value, world, seed=seed)
+            if not isinstance(model, nn.Module):  # for fsdp, only rank 0's model gets values
+                model = build_for(self.strategy.value.name, model, world, seed=seed)
         arguments.check_trained(model)
         with oom_report(world, model):
             self.model = self.strategy.value.prepare(model)
@@ -216,7 +203,7 @@ class Trainer:
                             is_best = self._evaluate()
                         if saves is not None:
                             self._save_if_due(saves, is_best=is_best)
-                            saves.end_if_asked(self.step, self._log.elapsed_s)
+                            saves.end_if_requested(self.step, self._log.elapsed_s)
                         if self.reports.bar is not None:
                             self.reports.bar.move(self.step)
                         if self._is_done(epochs, steps):
@@ -238,12 +225,10 @@ class Trainer:
                     )
             self._explain_skipped_step()
             self._log.finish(self.step)
-            if self.stopped_early:
-                self.reports.say(self._why_stopped())
         return self._log.last_record
 
     def _is_done(self, epochs: int | None, steps: int | None) -> bool:
-        if self.stopped_early or (steps is not None and self.step >= steps):
+        if steps is not None and self.step >= steps:
             return True
         return epochs is not None and self.epoch >= epochs
 
@@ -282,7 +267,7 @@ class Trainer:
         rate = self.optimizer.param_groups[0]["lr"]  # before a schedule changes it
         result = self._update.apply()
         self._log.end_step(
-            result.found_inf, epoch=step.epoch, learning_rate=float(rate), norm=result.norm_tensor
+            result.found_inf, epoch=step.epoch, learning_rate=float(rate), norm=result.norm
         )
         self._explain_skipped_step()
         self.step += 1
@@ -344,20 +329,7 @@ class Trainer:
         self.epoch += 1
         if is_best and saves is not None:
             self._save_if_due(saves, is_best=True)
-            saves.end_if_asked(self.step, self._log.elapsed_s)
-
-    @property
-    def stopped_early(self) -> bool:
-        """Whether the evaluation metric has not improved for ``patience`` evaluations."""
-        return self.best is not None and self.best.exhausted
-
-    def _why_stopped(self) -> str:
-        assert self.best is not None
-        assert self.best.patience is not None
-        return (
-            f"early stopping after step {self.step}: {self.best.name} has not improved in "
-            f"{plural(self.best.patience, 'evaluation')}; {self.best.describe()}"
-        )
+            saves.end_if_requested(self.step, self._log.elapsed_s)
 
     @contextmanager
     def _running(

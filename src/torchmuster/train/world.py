@@ -20,6 +20,8 @@ from torchmuster.launch.probes.process_group import group_store
 from torchmuster.launch.rank.start import forget_error, record_error
 
 _joined: list["World"] = []  # by the join_world blocks that are open
+_DONE = "done"
+_LONGEST_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +107,18 @@ class Totals:
 
     def __init__(self, numbers: Sequence[float], world: World) -> None:
         self._numbers = [float(number) for number in numbers]
-        self._asked: dist.Work | None = None
+        self._work: dist.Work | None = None
         if world.world_size > 1:
             self._sums = torch.tensor(
                 numbers, dtype=most_exact_type(world.device), device=world.device
             )
-            self._asked = dist.all_reduce(self._sums, async_op=True)
+            self._work = dist.all_reduce(self._sums, async_op=True)
 
     def wait(self) -> list[float]:
         """Return the sums."""
-        if self._asked is not None:
-            self._asked.wait()
-            self._numbers, self._asked = self._sums.tolist(), None
+        if self._work is not None:
+            self._work.wait()
+            self._numbers, self._work = self._sums.tolist(), None
         return self._numbers
 
 
@@ -152,31 +154,29 @@ def gather_rows(own: torch.Tensor, world: World) -> list[torch.Tensor]:
     length = torch.tensor([len(own)], device=own.device)
     lengths = [torch.zeros_like(length) for _ in range(world.world_size)]
     dist.all_gather(lengths, length)
-    sizes = [int(one.item()) for one in lengths]
+    sizes = [int(size.item()) for size in lengths]
     room = own.new_zeros(max(sizes), *own.shape[1:])
     room[: len(own)] = own
     rooms = [torch.zeros_like(room) for _ in range(world.world_size)]
     dist.all_gather(rooms, room)
-    return [one[:size] for one, size in zip(rooms, sizes, strict=True)]
+    return [padded[:size] for padded, size in zip(rooms, sizes, strict=True)]
 
 
 def assert_same_on_all_ranks(settings: Mapping[str, object], world: World) -> None:
     """Raise the same error on all ranks if one of them was started with different settings."""
-    told = all_gather_object({name: repr(value) for name, value in settings.items()}, world)
-    for rank, theirs in enumerate(told):
-        different = [name for name in theirs if theirs[name] != told[0][name]]
+    settings_of_ranks = all_gather_object(
+        {name: repr(value) for name, value in settings.items()}, world
+    )
+    for rank, theirs in enumerate(settings_of_ranks):
+        different = [name for name in theirs if theirs[name] != settings_of_ranks[0][name]]
         if different:
             name = different[0]
             raise Impossible(
                 f"rank {rank} has different settings from rank 0: {name} is {theirs[name]}, "
-                f"not {told[0][name]}",
+                f"not {settings_of_ranks[0][name]}",
                 why=f"settings that differ: {len(different)}; all ranks must use the same settings",
                 fix="start all ranks with the same file, flags and TORCHMUSTER_ variables",
             )
-
-
-_DONE = "done"
-_LONGEST_PAUSE_S = 1.0
 
 
 @contextmanager
@@ -204,10 +204,10 @@ def rank_zero_first(
             raise
         store.set(key, _DONE)
     else:
-        said = _wait_until_done(store, key, timeout_s)
-        if said != _DONE:
+        answer = _wait_until_done(store, key, timeout_s)
+        if answer != _DONE:
             raise MusterError(
-                f"rank {world.global_rank} waited for work that failed on {said}",
+                f"rank {world.global_rank} waited for work that failed on {answer}",
                 fix="fix the error on that rank; the other ranks were only waiting",
             )
         yield

@@ -26,9 +26,9 @@ from torchmuster.worker.reporting import rank_zero_log, refuse_missing_sinks
 from torchmuster.worker.training import train_from_settings
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train from settings; print an error as one message and exit."""
-    options = _parser().parse_args(words)
+    options = _parser().parse_args(arguments)
     try:
         resolved = with_absolute_folder(
             resolve_settings(file=options.config, environment=os.environ, flags=options.set)

@@ -9,11 +9,10 @@ from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.data.formats import RecordFormat
 from torchmuster.train.data.images import ImageFolder
-from torchmuster.train.data.loader_factory import LoaderSpec, loader_for
+from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.text import (
     Records,
     TextFormat,
-    TextRows,
     TextStream,
     open_dataset,
     open_files,
@@ -46,7 +45,7 @@ def text_of(settings: Settings, world: World, recipe: ModelRecipe | None) -> Tex
     Without a model (``recipe``), rows are packed unless ``data.pack`` is false.
     """
     with rank_zero_first(world, per="node"):  # the first rank downloads and converts
-        records = open_training(settings)
+        records = open_records(settings)
         if records is None:
             return None
         text = text_format(settings, records)[0]
@@ -107,51 +106,51 @@ def record_format(settings: Settings) -> RecordFormat:
     return RecordFormat(**fields)
 
 
-def open_training(settings: Settings) -> Records | None:
-    """Open the records to train on; None if the data is not text."""
+def open_records(settings: Settings, *, to_evaluate: bool = False) -> Records | None:
+    """Open the records to train or to evaluate on; None if the data is not text, or the settings have none."""
     data = settings.data
+    if to_evaluate and data.evaluation is None:
+        return None
+    if data.files is not None and to_evaluate:
+        return open_files(data.evaluation or (), record_format(settings))
     if data.files is not None:
         return open_files(data.files, record_format(settings), options=data.options)
-    if data.hugging_face is not None:
-        return open_dataset(data.hugging_face, data.options)
-    return None
-
-
-def open_evaluation(settings: Settings) -> Records | None:
-    """Open the records to evaluate on; None if the settings have none."""
-    data = settings.data
-    if data.evaluation is None:
+    if data.hugging_face is None:
         return None
-    if data.files is not None:
-        return open_files(data.evaluation, record_format(settings))
-    if data.hugging_face is not None:
-        options = {**(data.options or {}), "split": str(data.evaluation)}
-        return open_dataset(data.hugging_face, options)
-    return None
+    options = dict(data.options or {})
+    if to_evaluate:
+        options["split"] = str(data.evaluation)
+    return open_dataset(data.hugging_face, options)
 
 
 def samples_of(
-    settings: Settings, text: TextFormat | None, recipe: ModelRecipe | None, world: World
+    settings: Settings,
+    text: TextFormat | None,
+    recipe: ModelRecipe | None,
+    world: World,
+    *,
+    to_evaluate: bool = False,
 ) -> Any:
-    """Return the dataset."""
-    if settings.data.images is not None and recipe is not None:
-        return images_of(settings.data.images, recipe, world)
+    """Return the dataset to train or to evaluate on."""
+    data = settings.data
+    if data.images is not None and recipe is not None:
+        return images_of(str(data.evaluation) if to_evaluate else data.images, recipe, world)
     with rank_zero_first(world, per="node"):  # downloads and caches happen once on each host
-        if settings.data.dataset is not None:
-            return factory.call_import(settings.data.dataset, "data.dataset")
-        records = open_training(settings)
+        if data.dataset is not None:
+            if to_evaluate:
+                return factory.call_import(str(data.evaluation), "data.evaluation")
+            return factory.call_import(data.dataset, "data.dataset")
+        records = open_records(settings, to_evaluate=to_evaluate)
         assert records is not None
         assert text is not None
-        return text_samples(records, text)
+        # The rows are prepared, or those of a stream.
+        return TextStream(records, text) if records.is_stream else rows_of(records, text)
 
 
-def text_samples(records: Records, text: TextFormat) -> TextRows | TextStream:
-    """Return the rows of records: prepared, or those of a stream."""
-    return TextStream(records, text) if records.is_stream else rows_of(records, text)
-
-
-def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decision[LoaderSpec]:
-    """Return the batch sizes; ``kept`` is the global batch size of the resumed run.
+def batches_of(
+    settings: Settings, world: World, *, resumed: int | None
+) -> Decision[dict[str, Any]]:
+    """Return the options of the loader; ``kept`` is the global batch size of the resumed run.
 
     The global batch size stays the same on any number of ranks; if that required a change, the
     reason says so.
@@ -161,28 +160,28 @@ def batches_of(settings: Settings, world: World, *, kept: int | None) -> Decisio
     if wanted.global_batch_size is None and micro is None:
         micro = _USUAL_MICRO_BATCH_SIZE
     whole, reason = wanted.global_batch_size, ""
-    if kept is not None and whole not in (None, kept):
+    if resumed is not None and whole not in (None, resumed):
         raise Impossible(
-            f"train.global_batch_size is {whole}, but the run was started with {kept}",
+            f"train.global_batch_size is {whole}, but the run was started with {resumed}",
             why="a resumed run must keep its global batch size",
-            fix=f"set train.global_batch_size={kept}, or start a new run",
+            fix=f"set train.global_batch_size={resumed}, or start a new run",
         )
-    if whole is None and kept is not None:
+    if whole is None and resumed is not None:
         at_once = (micro or 0) * world.world_size
-        whole = kept
-        if at_once != kept:
+        whole = resumed
+        if at_once != resumed:
             reason = (
-                f"the global batch size stays {kept}, as in the resumed run; "
+                f"the global batch size stays {resumed}, as in the resumed run; "
                 f"the ranks compute at most {at_once} samples at once"
             )
     return Decision(
-        value=LoaderSpec(
-            global_batch_size=whole,
-            micro_batch_size=micro,
-            seed=wanted.seed,
-            shuffle=settings.data.shuffle,
-            workers=settings.data.workers,
-        ),
+        value={
+            "global_batch_size": whole,
+            "micro_batch_size": micro,
+            "seed": wanted.seed,
+            "shuffle": settings.data.shuffle,
+            "workers": settings.data.workers,
+        },
         reason=reason,
     )
 
@@ -205,26 +204,15 @@ def evaluation_of(
     settings: Settings,
     text: TextFormat | None,
     recipe: ModelRecipe,
-    batches: LoaderSpec,
+    batches: dict[str, Any],
     loss: Loss,
     world: World,
 ) -> Evaluation | None:
     """Return what to evaluate, and when; None if the settings have no evaluation."""
-    data = settings.data
-    if data.evaluation is None:
+    if settings.data.evaluation is None:
         return None
-    if data.images is not None:
-        samples: Any = images_of(str(data.evaluation), recipe, world)
-    else:
-        with rank_zero_first(world, per="node"):
-            if data.dataset is not None:
-                samples = factory.call_import(str(data.evaluation), "data.evaluation")
-            else:
-                assert text is not None
-                records = open_evaluation(settings)
-                assert records is not None
-                samples = text_samples(records, text)
-    loader = loader_for(samples, world, batches.in_order())
+    samples = samples_of(settings, text, recipe, world, to_evaluate=True)
+    loader = loader_for(samples, world, **{**batches, "shuffle": False})
     # By default: after each epoch, or once at the end if the run is limited by steps.
     every = settings.train.evaluate_every or settings.train.steps
     return Evaluation(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -28,6 +28,9 @@ from torchmuster.train.weights import replaced_folder
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import format_bytes
 from torchmuster.worker.reporting import rank_zero_log
+
+_WORTH_A_LINE_BYTES = 2 * 10**9
+_OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
 def recipe_of(settings: Settings, world: World) -> ModelRecipe:
@@ -57,7 +60,7 @@ def model_of(
     world: World,
 ) -> tuple[nn.Module, Decision[Strategy]]:
     """Return the model and its strategy; for fsdp, only rank 0's model has values."""
-    wanted, asked = settings.train, settings.distributed.strategy
+    wanted, requested = settings.train, settings.distributed.strategy
     recipe.check()
     reasons: list[str] = []
 
@@ -78,7 +81,7 @@ def model_of(
     sizes = strategies.sizes_of(sketched, in_4_bits=packed)
     memory = strategies.memory_of_each_rank(world)
     name = strategies.choose_strategy(
-        asked, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
+        requested, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
     )
     is_sharded = name.value == "fsdp"
     if recipe.load_in_4bit:
@@ -94,12 +97,12 @@ def model_of(
         model = build_for(
             name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
         )
-    said = [*recipe.reasons(), *reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
+    notes = [*recipe.reasons(), *reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
-        said.append(_recompute(model, wanted.activation_checkpointing).reason)
+        notes.append(recompute_blocks(model, wanted.activation_checkpointing).reason)
     if wanted.compile:
-        said.append(f"compiled modules: {compile_blocks(model)}")
-    for reason in filter(None, said):
+        notes.append(f"compiled modules: {compile_blocks(model)}")
+    for reason in filter(None, notes):
         rank_zero_log(world, reason)
     strategy = strategies.build_strategy(
         name.value,
@@ -111,12 +114,6 @@ def model_of(
     return model, Decision(value=strategy, reason=name.reason)
 
 
-def _recompute(model: nn.Module, how: Literal["full", "selective"] | int) -> Decision[int]:
-    if isinstance(how, int):
-        return recompute_blocks(model, every=how)
-    return recompute_blocks(model, how)
-
-
 def _sharding(settings: Settings) -> Sharding | None:
     """Return the requested fsdp options; None if the file only repeats the defaults."""
     wanted = settings.distributed
@@ -126,9 +123,6 @@ def _sharding(settings: Settings) -> Sharding | None:
         cpu_offload=wanted.fsdp_cpu_offload,
     )
     return None if sharding == Sharding() else sharding
-
-
-_WORTH_A_LINE_BYTES = 2 * 10**9
 
 
 def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -> BaseModel | None:
@@ -153,22 +147,19 @@ def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -
             found = hash_weights(files.weights, cache=cache, before=before)
         except OSError as error:
             problem = error.strerror or str(error)
-    told = all_gather_object([found, problem], world)
-    for rank, (_, theirs) in enumerate(told):
+    reports = all_gather_object([found, problem], world)
+    for rank, (_, theirs) in enumerate(reports):
         if theirs:
             raise MusterError(f"rank {rank} cannot read the files of {files.name}", why=theirs)
-    others = [rank for rank, (one, _) in enumerate(told) if one not in ("", told[0][0])]
-    if others:
+    rest = [rank for rank, (report, _) in enumerate(reports) if report not in ("", reports[0][0])]
+    if rest:
         raise Impossible(
-            f"the hosts of rank 0 and rank {others[0]} have different weights of {files.name}",
+            f"the hosts of rank 0 and rank {rest[0]} have different weights of {files.name}",
             why="the SHA-256 of their files differ, and frozen weights are read on each host",
             fix="copy or download the same files to all hosts",
         )
     dtype = "nf4" if recipe.load_in_4bit else recipe.dtype
-    return BaseModel(name=files.name, revision=files.revision, dtype=dtype, sha256=told[0][0])
-
-
-_OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+    return BaseModel(name=files.name, revision=files.revision, dtype=dtype, sha256=reports[0][0])
 
 
 def write_model_files(

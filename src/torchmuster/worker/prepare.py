@@ -5,7 +5,6 @@ is and a sample of it (:class:`DataReport`), or the error's ``what``, ``why`` an
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -18,13 +17,12 @@ from torchmuster.config import written
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.runfolder import RunFolder, write_atomically
 from torchmuster.train.data.formats import RecordTokenizer, Tokens, pieces_of, truncated
 from torchmuster.train.data.text import Records, TextFormat, refuse_records, rows_of
 from torchmuster.train.models import hugging_face
 from torchmuster.train.models.factory import check_tokens
 from torchmuster.units import plural
-from torchmuster.worker.data import open_evaluation, open_training, text_format, with_proven_packing
+from torchmuster.worker.data import open_records, text_format, with_proven_packing
 
 STREAM_CHECKED = 100  # records of a stream that are read before the ranks start
 
@@ -44,7 +42,7 @@ def prepare_data(settings: Settings) -> DataReport | None:
     """
     name = settings.model.model_name_or_path
     config = None if name is None else hugging_face.model_config(hugging_face.find_model(name))
-    records = open_training(settings)
+    records = open_records(settings)
     if records is None:
         return None
     text, reason = text_format(settings, records)
@@ -58,20 +56,11 @@ def prepare_data(settings: Settings) -> DataReport | None:
     check_tokens(config, vocabulary=text.tokenizer.vocabulary, sequence_length=text.sequence_length)
     report = data_report(records, text, reason)
     report.lines.extend(notes)
-    evaluated = open_evaluation(settings)
+    evaluated = open_records(settings, to_evaluate=True)
     if evaluated is not None:
         lines = data_report(evaluated, text, "").lines
         report.lines.extend(f"evaluation {line}" for line in lines)
     return report
-
-
-def write_data_report(run: RunFolder, text: TextFormat, settings: Settings) -> None:
-    """Write what the data is into the run folder, if no one has; rank 0 calls it."""
-    records = open_training(settings)
-    assert records is not None
-    report = data_report(records, text, "")
-    with contextlib.suppress(OSError):  # only for the report
-        write_atomically(run.data, json.dumps(asdict(report)))
 
 
 def data_report(records: Records, text: TextFormat, reason: str) -> DataReport:
@@ -84,7 +73,7 @@ def data_report(records: Records, text: TextFormat, reason: str) -> DataReport:
         first, *more = facts.lines()
         return DataReport(lines=[f"{head}; {first}", *more], sample=facts.sample)
     convert = RecordTokenizer(text.record, text.tokenizer)
-    documents = convert.each(list(islice(records.dataset, STREAM_CHECKED)))
+    documents = convert.documents(list(islice(records.dataset, STREAM_CHECKED)))
     wrong = [
         (number, document)
         for number, document in enumerate(documents)
@@ -98,11 +87,11 @@ def data_report(records: Records, text: TextFormat, reason: str) -> DataReport:
     return DataReport(lines=lines, sample=sample)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare the data, and print the result."""
     parser = argparse.ArgumentParser(prog="torchmuster.worker.prepare", allow_abbrev=False)
     written.add_arguments(parser)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torchmuster").setLevel(logging.INFO)  # progress goes to stderr
     answer: dict[str, object] = {}

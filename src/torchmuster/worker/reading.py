@@ -4,7 +4,6 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -36,10 +35,10 @@ def measure(
     expected = ""
     with join_world("cpu" if device == "cpu" else "auto") as world:
         samples = samples_of(typed, text_of(typed, world, None), None, world)
-        batches = batches_of(typed, world, kept=None).value
+        batches = batches_of(typed, world, resumed=None).value
         for count in workers:
             seed_process(0)  # a data set without workers draws from this generator
-            loader = loader_for(samples, world, replace(batches, workers=count))
+            loader = loader_for(samples, world, **{**batches, "workers": count})
             row, content = read(loader, count, world, seconds)
             expected = expected or content
             row.figures["different"] = float(content != expected)
@@ -94,7 +93,7 @@ def endless(loader: Loader) -> Any:
 
 def micro_batches(loader: Loader, epoch: int) -> Iterator[MicroBatch]:
     """Yield the micro-batches of an epoch."""
-    for step in loader.epoch(epoch, begin=0):
+    for step in loader.epoch(epoch):
         yield from step
 
 

@@ -1,4 +1,4 @@
-"""Reports of rank 0: step lines, the comparison with the plan, and the trackers."""
+"""Reports of rank 0: rates in the step line, single lines, and the trackers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +15,9 @@ from torchmuster.errors import ConfigError, Impossible
 from torchmuster.model_flops import TransformerSize
 from torchmuster.monitor.sinks import send_in_background
 from torchmuster.plan.hardware import catalogue
-from torchmuster.plan.proof import comparison
-from torchmuster.plan.proof.comparison import COMPARED_AFTER, MeasuredRun, Promise
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.models.parameters import packed_sizes
-from torchmuster.train.reports import Lines, Reports
-from torchmuster.train.step_line import StepRecord
+from torchmuster.train.reports import Lines
 from torchmuster.train.world import World, all_gather_object
 
 
@@ -86,54 +83,6 @@ def rank_zero_log(world: World, text: str) -> None:
     """Print a text, on rank 0."""
     if world.is_first:
         Lines().say(text)
-
-
-def reports_for(settings: Settings, world: World, folder: Path) -> Reports:
-    """Return the reports of a run; after the third step it is compared with its plan."""
-    promise = _promise(world, folder)
-    # The folder may exist on the first host only, and all ranks report after the same step.
-    (has_promise, *_) = all_gather_object(promise is not None, world)
-
-    def compare(record: StepRecord) -> None:
-        if promise is not None and record.step == COMPARED_AFTER:
-            reports.say(comparison.comparison_line(promise, _measured(record, world)))
-
-    reports = Reports(
-        world,
-        folder=folder,
-        log_every=settings.train.log_every,
-        on_record=(compare,),
-        also_at=COMPARED_AFTER if has_promise else None,
-    )
-    return reports
-
-
-def _promise(world: World, folder: Path) -> Promise | None:
-    if not world.is_first:
-        return None
-    try:
-        promise = comparison.read_promise(folder)
-    except Impossible as error:  # training must not fail because of its plan
-        rank_zero_log(world, f"{error.what}; the run is not compared with its plan")
-        return None
-    if promise is not None and promise.candidate.layout.ranks != world.world_size:
-        planned = promise.candidate.layout.ranks
-        rank_zero_log(
-            world,
-            f"the plan is for {planned} ranks, but there are {world.world_size}: the run is not "
-            "compared with it",
-        )
-        return None
-    return promise
-
-
-def _measured(record: StepRecord, world: World) -> MeasuredRun:
-    on_cpu = world.device.type == "cpu"
-    return MeasuredRun(
-        steps=record.step,
-        step_s=record.step_s,
-        tensor_bytes=None if on_cpu else record.memory_peak_bytes,
-    )
 
 
 def refuse_missing_sinks(resolved: Resolved, world: World) -> None:

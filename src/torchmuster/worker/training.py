@@ -30,6 +30,7 @@ from torchmuster.train.models import factory, lora
 from torchmuster.train.models.factory import ModelRecipe, with_weights_of
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.progress import progress
+from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Trainer
@@ -44,12 +45,10 @@ from torchmuster.worker.data import (
     text_of,
 )
 from torchmuster.worker.model import base_of, model_of, recipe_of, write_model_files
-from torchmuster.worker.prepare import write_data_report
 from torchmuster.worker.reporting import (
     flops_of_batch,
     peak_flops,
     rank_zero_log,
-    reports_for,
     start_sinks,
 )
 
@@ -76,8 +75,6 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     training = build_trainer(settings, world, folder)
     trainer, text = training.trainer, training.text
     run = RunFolder(folder)
-    if text is not None and world.is_first and not run.data.is_file():
-        write_data_report(run, text, settings)  # muster train has written it on the first host
     tokenizer = None if text is None else text.tokenizer
     write_model_files(run.model, training.recipe, tokenizer, trainer.model, world)
     place = run.checkpoints / "final"
@@ -91,8 +88,6 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     if trainer.step == first_step:
         rank_zero_log(world, f"already finished: nothing left to train after step {first_step}")
     result = f"trained {trainer.step} steps"
-    if trainer.stopped_early:
-        result += " (stopped early)"
     if record is not None and record.loss is not None:
         result += f", loss {record.loss:.4g}"
     rank_zero_log(world, f"{result}; the weights are in {place}")
@@ -115,13 +110,13 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
             stop = StopRequest(world)
             saving = _saving(settings, folder, stop)
         batches = batches_of(
-            settings, world, kept=None if saving is None else _kept_batch_size(saving, world)
+            settings, world, resumed=None if saving is None else _resumed_batch_size(saving, world)
         )
         for line in (batches.reason, _mixed_gpus(world)):
             if line:
                 rank_zero_log(world, line)
         samples = samples_of(settings, text, recipe, world)
-        loader = loader_for(samples, world, batches.value)
+        loader = loader_for(samples, world, **batches.value)
         computed = precision.choose_precision(
             settings.train.precision, precision.precision_support(world)
         )
@@ -139,7 +134,6 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
                 model,
                 learning_rate=settings.train.learning_rate,
                 weight_decay=settings.train.weight_decay,
-                muon=settings.train.optimizer == "muon",
             ),
             data=loader,
             strategy=strategy,
@@ -148,7 +142,7 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
             schedule=_schedule(settings, loader),
             evaluation=evaluation_of(settings, text, recipe, batches.value, loss, world),
             checkpoints=saving,
-            reports=reports_for(settings, world, folder),
+            reports=Reports(world, folder=folder, log_every=settings.train.log_every),
             seed=settings.train.seed,
             flops_of_batch=None if text is None else flops_of_batch(model),
             peak_flop_s=peak_flops(world.device, model, computed.value.compute),
@@ -181,26 +175,26 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
     )
 
 
-def _kept_batch_size(saving: CheckpointSettings, world: World) -> int | None:
+def _resumed_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     """Return the global batch size of a resumed run; None for a new run."""
-    kept: int | None = None
+    resumed: int | None = None
     problem = ""
     if world.is_first:
         try:
-            kept = next(
+            resumed = next(
                 (manifest.global_batch_size for manifest in committed_manifests(saving.store())),
                 None,
             )
         except (MusterError, OSError) as error:
             problem = str(error)
-    kept, problem = all_gather_object([kept, problem], world)[0]
+    resumed, problem = all_gather_object([resumed, problem], world)[0]
     if problem:
         raise MusterError(
             f"cannot read this run's checkpoints: {problem}",
             fix="restore access to their location; without its checkpoints the run would start from "
             "scratch",
         )
-    return kept
+    return resumed
 
 
 def _training_loss(settings: Settings, recipe: ModelRecipe, text: TextFormat | None) -> losses.Loss:
@@ -231,7 +225,7 @@ def _optimizer(wanted: Train) -> optimizers.MakeOptimizer:
     make = factory.find_import(wanted.optimizer, "train.optimizer")
 
     def made(groups: Any) -> torch.optim.Optimizer:
-        optimizer = make(groups)
+        optimizer = make(groups, **(wanted.optimizer_options or {}))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise Impossible(
                 f"train.optimizer is {wanted.optimizer}, which returned a {type(optimizer).__name__}",

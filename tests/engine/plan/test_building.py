@@ -72,13 +72,6 @@ def test_a_copy_is_traced_like_a_model_that_was_just_built(
     assert {one.blocks for one in copied} == {6}
 
 
-def test_samples_of_another_length_are_of_the_same_model(work: Work) -> None:
-    long = traced(work, 3)
-    short = traced(replace(work, sequence_length=16), 3)
-    assert build_step._of_transformers.cache_info().misses == 1
-    assert short.peak_bytes < long.peak_bytes
-
-
 def test_another_config_is_another_model(work: Work) -> None:
     before = traced(work, 3)
     (Path(str(work.model_name_or_path)) / "config.json").write_text(

@@ -1,5 +1,6 @@
 """A traced training takes what a real one takes, and says where; what cannot be followed is refused by name."""
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.operations import scratch_bytes_of
 from torchmuster.plan.probes.real_steps import real_steps
+from torchmuster.plan.probes.step_tracer import HOST, StepTracer
 from torchmuster.plan.probes.trace import answer, trace
 from torchmuster.plan.proof.real_ranks import RealSteps
 from torchmuster.plan.record import TraceRecord, TraceRequest
@@ -200,6 +202,7 @@ def test_what_is_tied_stays_so_in_another_type(own: Work) -> None:
 
 def weights_taken_by_real_backward(output: torch.Tensor, weight: torch.Tensor) -> int:
     """Return how many times a weight's size is allocated, without a mode, which would change it."""
+    gc.collect()  # what another test left would be freed meanwhile, and subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         output.sum().backward()  # type: ignore[no-untyped-call]
     events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -210,6 +213,7 @@ def weights_taken_by_real_backward(output: torch.Tensor, weight: torch.Tensor) -
 def peak_of_real_call(call: Any) -> int:
     """Return the most bytes that torch's allocator had given out within a call."""
     call()
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         call()
     events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -283,14 +287,9 @@ def fsdp(copies: int, shards: int, **more: Any) -> Candidate:
     )
 
 
-def forward_flops(record: TraceRecord) -> int:
-    return record.costs["last"].forward_flops
-
-
 def test_flops_are_those_of_the_matrix_products(own: Work) -> None:
     record = trace(TraceRequest(work=own, candidate=single(micro_batch_size=8)))
     products = 16 * 64 + 5 * 2 * 64 * 256 + 64 * 10
-    assert forward_flops(record) == 2 * 8 * products
     assert sum(record.costs["last"].flops.values()) == 6 * 8 * products
 
 
@@ -300,9 +299,17 @@ def test_full_recomputation_repeats_the_forward_of_the_blocks(llama: Work) -> No
         trace(TraceRequest(work=llama, candidate=single(micro_batch_size=8, recompute=mode)))
         for mode in ("none", "full")
     )
-    more = sum(full.costs["last"].flops.values()) - sum(none.costs["last"].flops.values())
-    assert 0.5 * forward_flops(none) < more < forward_flops(none)
+    step = sum(none.costs["last"].flops.values())
+    more = sum(full.costs["last"].flops.values()) - step
+    assert 0.5 * step / 3 < more < step / 3
     assert full.peak_bytes < none.peak_bytes
+
+
+def sharded_states(record: TraceRecord) -> int:
+    """Return the bytes of AdamW's moments: its step counters, one per parameter, are on every rank."""
+    # The batch of the step before waits on the device.
+    others = record.input_bytes + 4 * len(record.parameters)
+    return record.peaks[0].by_category["optimizer"] - others
 
 
 @pytest.mark.nightly
@@ -312,9 +319,7 @@ def test_shards_take_their_part_of_the_states(llama: Work) -> None:
     assert (record.blocks_traced, record.blocks) == (3, 4)
     # 300 rows of the vocabulary are no multiple of 8: rank 0 has 38 of them, twice
     padding = 2 * (38 * 8 - 300) * 64 * 4
-    states = [one.peaks[0].by_category["optimizer"] for one in (alone, record)]
-    # Some bytes for each parameter are not sharded.
-    assert states[1] == pytest.approx((states[0] + 2 * padding) / 8, rel=1e-2)
+    assert 8 * sharded_states(record) == sharded_states(alone) + 2 * padding
     # Gathered in forward and backward, reduced once, in float32.
     weights = alone.peaks[0].by_category["parameters"] + padding
     assert record.costs["last"].sent_bytes["shards"] == pytest.approx(3 * weights, rel=0.2)
@@ -334,6 +339,16 @@ def test_ddp_reduces_its_gradients_once(llama: Work) -> None:
     weights = record.peaks[0].by_category["parameters"]
     assert record.costs["last"].sent_bytes["copies"] == pytest.approx(2 * weights, rel=0.01)
     assert record.costs["first"].sent_bytes.get("copies", 0) < 0.01 * weights
+
+
+def test_a_storage_takes_its_bytes_into_another_category() -> None:
+    tracer = StepTracer(on_host=False)
+    gathered = torch.zeros(8).untyped_storage()
+    tracer.see(gathered)
+    tracer.see(gathered, "collectives")
+    assert dict(tracer.by_category) == {"activations": 0, "collectives": 32}
+    tracer.see(gathered, HOST)
+    assert tracer.live_bytes == 0
 
 
 @pytest.mark.nightly
@@ -457,7 +472,7 @@ def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("optimizer", "least", "most"),
-    [("adamw", 2, 2.1), ("muon", 1, 2), ("adafactor", 0, 0.2), ("adamw_8bit", 0.5, 2)],
+    [("adamw", 2, 2.1), ("torch.optim:Adafactor", 0, 0.2)],
 )
 def test_the_states_of_every_optimizer_are_traced(
     llama: Work, optimizer: str, least: float, most: float

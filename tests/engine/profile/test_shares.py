@@ -1,4 +1,4 @@
-"""What a trace shows: every moment of a step has one name, and the shares sum to the step."""
+"""What a trace shows: on a device, every moment of a step has one name, and the shares sum to the step."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 
 def traced(events: list[Any]) -> Trace:
-    trace = summarize(events, "t")
+    trace = summarize(events)
     assert trace is not None
     return trace
 
@@ -36,21 +36,6 @@ ON_HOST = [
     mark("muster:reads", 850, 40),
     mark("muster:save", 890, 60),
 ]
-
-
-def test_a_host_that_computes() -> None:
-    found = traced(ON_HOST)
-    assert in_us(found) == {
-        "compute": 250.0,  # 150 in forward, 100 in backward
-        "overlapped": 100.0,
-        "exposed": 200.0,
-        "optimizer": 50.0,
-        "data": 200.0,
-        "reads": 40.0,
-        "save": 60.0,
-        "idle": 100.0,
-    }
-    assert sum(found.shares.values()) == pytest.approx(1000e-6)
 
 
 ON_DEVICE = [
@@ -80,16 +65,10 @@ def test_a_device_that_computes() -> None:
         "idle": 320.0,
     }
     assert sum(found.shares.values()) == pytest.approx(1000e-6)
-
-
-def test_shares_of_a_rank_that_computes_on_its_device_are_those_of_the_device() -> None:
-    found = traced(ON_DEVICE)
-    assert found.on_device
-    assert [one.name for one in found.top] == [
-        "ampere_sgemm_128x64",
-        "vectorized_elementwise_kernel",
-    ]
+    names = [operation.name for operation in found.top]
+    assert names == ["ampere_sgemm_128x64", "vectorized_elementwise_kernel"]
     assert not found.launch_bound
+    assert in_us(traced(ON_DEVICE[::-1])) == in_us(found), "events may come in any order"
 
 
 def test_operations_are_counted_without_those_they_call() -> None:
@@ -98,10 +77,7 @@ def test_operations_are_counted_without_those_they_call() -> None:
     assert own["aten::mm"] == 130.0
     assert own["aten::add"] == 20.0
     assert found.messages == 1
-    assert found.overlapped_part == pytest.approx(
-        100 / 400
-    )  # of 600 less the 200 that were only waiting
-    assert found.unused_part == pytest.approx(50 / 400)
+    assert found.shares == {}
 
 
 def test_a_step_of_nothing_but_tiny_operations_is_launch_bound() -> None:
@@ -110,7 +86,3 @@ def test_a_step_of_nothing_but_tiny_operations_is_launch_bound() -> None:
     assert small.launch_bound
     assert small.calls == 90
     assert small.median_s == pytest.approx(5e-6, rel=0.05)
-
-
-def test_events_may_come_in_any_order() -> None:
-    assert in_us(traced(ON_HOST[::-1])) == in_us(traced(ON_HOST))

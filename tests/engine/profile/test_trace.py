@@ -23,12 +23,10 @@ def test_operations_take_as_long_as_the_profiler_says() -> None:
                 with record_function("muster:optimizer"):
                     optimizer.step()
                     optimizer.zero_grad()
-    trace = summarize(recorded.events() or [], "t")
+    trace = summarize(recorded.events() or [])
     assert trace is not None
     assert trace.steps == 3
     own_s = {entry.key: entry.self_cpu_time_total / 1e6 for entry in recorded.key_averages()}
     assert {"aten::addmm", "aten::mm"} & {operation.name for operation in trace.top}
     for operation in trace.top:
         assert operation.self_s * 3 == pytest.approx(own_s[operation.name], rel=0.02, abs=2e-6)
-    assert trace.shares["optimizer"] > 0
-    assert trace.shares["compute"] > 0

@@ -8,14 +8,12 @@ from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
-from torchmuster.train.banner import banner, batch_line
-from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
+from torchmuster.train.banner import banner
 from torchmuster.train.data.loader import BatchLoader
 
 pytestmark = pytest.mark.engine
 
 WORLD = made_up_world(ranks=2)
-ON_GPUS = replace(WORLD, device=torch.device("cuda", 0))
 
 
 def test_a_banner_fits_one_screen_and_says_what_will_be_computed(
@@ -36,26 +34,6 @@ def test_a_banner_fits_one_screen_and_says_what_will_be_computed(
     assert "1,302 parameters" in text
     threads = torch.get_num_threads()
     assert text.replace(f"{threads} thread{'s' * (threads > 1)}", "N threads") == snapshot
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size", "whole", "said"),
-    [
-        (2, 8, 64, "8 per GPU x 2 GPUs x 4 accumulation = 64 per step"),
-        (2, 8, 60, "at most 8 per GPU x 2 GPUs x 4 accumulation: 60 per step"),
-        (1, 32, 32, "32 per GPU x 1 GPU x 1 accumulation = 32 per step"),
-    ],
-)
-def test_the_batch_is_written_as_the_sum_it_is(
-    ranks: int, size: int, whole: int, said: str
-) -> None:
-    world = replace(ON_GPUS, world_size=ranks)
-    loader = BatchLoader(range(64), world, micro_batch_size=size, global_batch_size=whole)
-    assert batch_line(loader, world) == said
-
-
-def test_a_loader_that_cannot_tell_its_sizes_is_believed(snapshot: SnapshotAssertion) -> None:
-    assert batch_line(DataLoaderAdapter([1, 2], WORLD), WORLD) == snapshot
 
 
 def test_a_rank_alone_is_told_as_it_is(

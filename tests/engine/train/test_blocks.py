@@ -16,10 +16,6 @@ class Layer(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
 
-class OtherLayer(Layer):
-    pass
-
-
 class Model(nn.Module):
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -36,38 +32,6 @@ def test_layers_of_a_transformer_are_found_whatever_they_are_wrapped_in() -> Non
     model = Model(embedding=nn.Embedding(9, 8), body=Model(layers=listed), head=nn.Linear(8, 9))
     assert repeated_blocks(model) == list(listed)
     assert repeated_blocks(Model(base_model=Model(model=model))) == list(listed)
-
-
-def test_encoder_and_decoder_are_both_found_but_no_small_list() -> None:
-    encoder, decoder = layers(3), layers(2, OtherLayer)
-    heads = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    model = Model(encoder=encoder, decoder=decoder, heads=heads)
-    assert repeated_blocks(model) == [*encoder, *decoder]
-
-
-def test_lists_within_a_layer_are_part_of_it() -> None:
-    listed = layers(2, experts=16)
-    assert repeated_blocks(Model(layers=listed)) == list(listed)
-
-
-def test_all_stages_of_one_kind_of_block_count_however_small() -> None:
-    stages = [nn.Sequential(*layers(2, width=width)) for width in (2, 8, 32)]
-    model = Model(**{f"stage{n}": one for n, one in enumerate(stages)})
-    assert repeated_blocks(model) == [block for one in stages for block in one]
-
-
-def test_a_sequential_with_other_things_gives_its_repeated_layers() -> None:
-    listed = layers(2)
-    model = nn.Sequential(nn.Embedding(9, 8), *listed, nn.Linear(8, 9))
-    assert repeated_blocks(model) == list(listed)
-    parts = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
-    assert repeated_blocks(nn.Sequential(nn.Sequential(nn.Linear(3, 8)), *parts)) == parts
-
-
-def test_layers_before_and_after_the_blocks_do_not_hide_them() -> None:
-    listed = nn.Sequential(*layers(4))
-    model = nn.Sequential(nn.Linear(4, 8), listed, nn.Linear(8, 3))
-    assert repeated_blocks(model) == list(listed)
 
 
 def test_a_model_without_repeated_layers_has_none() -> None:

@@ -91,24 +91,6 @@ def test_auto_takes_the_simplest_that_has_room(
     assert decision.value == reason.partition(":")[0]
 
 
-def test_a_tenth_of_the_memory_is_left_free() -> None:
-    just = ModelSizes(parameter_bytes=9 * GiB, trained_bytes=0)
-    over = ModelSizes(parameter_bytes=9 * GiB + 1, trained_bytes=0)
-    assert choose_strategy("auto", ranks=2, sizes=just, memory_bytes=10 * GiB).value == "ddp"
-    assert choose_strategy("auto", ranks=2, sizes=over, memory_bytes=10 * GiB).value == "fsdp"
-
-
-def test_frozen_weights_bring_nothing_along() -> None:
-    lora = ModelSizes(parameter_bytes=28 * GiB, trained_bytes=GiB)
-    assert choose_strategy("auto", ranks=2, sizes=lora, memory_bytes=40 * GiB).value == "ddp"
-
-
-@pytest.mark.parametrize("asked", ["ddp", "fsdp"])
-def test_what_is_asked_for_is_taken(asked: str) -> None:
-    decision = choose_strategy(asked, ranks=2, sizes=LARGE, memory_bytes=GiB)  # type: ignore[arg-type]
-    assert (decision.value, decision.reason) == (asked, f"{asked}: requested")
-
-
 def test_options_of_fsdp_ask_for_fsdp(snapshot: SnapshotAssertion) -> None:
     offload = Sharding(cpu_offload=True)
     decision = choose_strategy("auto", ranks=1, sizes=SMALL, memory_bytes=GiB, sharding=offload)
@@ -155,11 +137,6 @@ def test_contradictions_are_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="find_unused_parameters") as refused:
         build_strategy("fsdp", WORLD, find_unused_parameters=True)
     assert refused.value == snapshot
-
-
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
-def test_strategies_are_made_by_their_names(name: str) -> None:
-    assert build_strategy(name, WORLD).name == name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

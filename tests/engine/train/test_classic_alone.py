@@ -13,7 +13,6 @@ from nvml_stub import scenarios
 from rank_programs.classic import adam, dataset, network, weights
 from torchmuster.distributed import (
     DDPTrainer,
-    ProductionTrainer,
     create_distributed_dataloader,
     reduce_mean,
     sync_gradients,
@@ -66,30 +65,6 @@ def test_a_step_with_bad_numbers_is_left_out_and_said(
     assert "2 of 2 steps" in caplog.messages[-1]
     assert caplog.messages[-1] == snapshot
     assert weights(trainer.model) == before
-
-
-def test_the_loss_of_an_epoch_leaves_out_the_step_that_was_left_out() -> None:
-    samples = [(torch.full((4,), float("nan") if n == 5 else 0.0), 0) for n in range(16)]
-    trainer = DDPTrainer(nn.Linear(4, 2), 0, 1)
-    still = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-    batches: Any = torch.utils.data.DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
-    mean = trainer.train_epoch(batches, still, nn.CrossEntropyLoss())
-    alone = nn.functional.cross_entropy(trainer.model(torch.zeros(1, 4)), torch.tensor([0]))
-    assert mean == pytest.approx(alone.item())
-
-
-def test_settings_of_the_production_trainer_are_checked(snapshot: SnapshotAssertion) -> None:
-    def trainer(**config: Any) -> ProductionTrainer:
-        return ProductionTrainer(network(), loader(), None, config)
-
-    with pytest.raises(TypeError, match="'acumulation'"):
-        trainer(epochs=1, acumulation=2)
-    with pytest.raises(Impossible) as refused:
-        trainer(epochs=1).validate()
-    assert refused.value == snapshot(name="no validation data")
-    made = trainer(epochs=3, accumulation=2, optimizer=lambda them: torch.optim.SGD(them, lr=0.5))
-    assert isinstance(made.optimizer, torch.optim.SGD)
-    assert made.precision.reason.startswith("fp32")
 
 
 def test_curves_without_tensorboard_are_refused_with_the_line_that_installs_it(

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
-from torchmuster import distributed
 from torchmuster.distributed import create_distributed_dataloader
 from torchmuster.errors import Impossible
 
@@ -83,14 +82,6 @@ def test_epochs_change_by_themselves_and_can_be_set() -> None:
     assert torch.cat(list(other)).tolist() != first
 
 
-def test_it_is_torchs_dataloader_with_a_distributed_sampler() -> None:
-    loader = create_distributed_dataloader(Numbers(21), 4, 1, 2, drop_last=True)
-    assert isinstance(loader, DataLoader)
-    assert isinstance(loader.sampler, DistributedSampler)
-    assert (loader.batch_size, len(loader), len(loader.sampler)) == (4, 2, 10)
-    assert create_distributed_dataloader(Numbers(3), 2).sampler.num_replicas == 1  # type: ignore[attr-defined]
-
-
 def test_fewer_samples_than_ranks_are_refused_in_training(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(Impossible, match="3 samples") as refused:
         create_distributed_dataloader(Numbers(3), 1, 0, 4)
@@ -112,11 +103,3 @@ def test_workers_draw_other_numbers_on_each_rank_and_in_each_epoch() -> None:
     draws = [drawn(0, 0), drawn(1, 0), drawn(0, 1)]
     assert len({number for one in draws for number in one}) == 12
     assert drawn(1, 0) == draws[1]
-
-
-def test_names_for_training_are_there_and_others_are_not() -> None:
-    assert set(distributed._TRAINING) <= set(distributed.__all__)
-    for name in distributed._TRAINING:
-        assert getattr(distributed, name).__name__ == name
-    with pytest.raises(AttributeError, match="has no attribute 'DPTrainer'"):
-        distributed.DPTrainer  # noqa: B018

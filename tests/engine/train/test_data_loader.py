@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.data.step import Loader, Step
+from torchmuster.train.data.step import Step
 
 pytestmark = pytest.mark.engine
 
@@ -91,17 +91,6 @@ def test_each_sample_is_read_once_an_epoch_and_batches_do_not_depend_on_ranks(
     assert batches == global_batches([loaders(Rows(size), 1, **options)[0].epoch(epoch)])
 
 
-def test_beginning_at_a_step_reads_nothing_of_what_comes_before() -> None:
-    dataset = Rows(100)
-    loader = BatchLoader(dataset, made_up_world(), global_batch_size=8)
-    uninterrupted = [(step.number, read(step)[0]) for step in loader.epoch(3)]
-    dataset.read.clear()
-    assert [(step.number, read(step)[0]) for step in loader.epoch(3, begin=10)] == uninterrupted[
-        10:
-    ]
-    assert len(dataset.read) == 20
-
-
 def test_a_saved_position_goes_on_with_other_ranks_and_other_micro_batches() -> None:
     whole = {"global_batch_size": 12, "seed": 5}
     uninterrupted = global_batches([one.epoch(2) for one in loaders(Rows(100), 1, **whole)])
@@ -130,15 +119,6 @@ def test_a_position_goes_on_with_another_global_batch_without_repeating_a_sample
     assert sorted(chain(seen, *rest)) == list(range(50))
 
 
-def test_at_the_end_of_an_epoch_nothing_is_left_of_it_and_the_next_is_whole() -> None:
-    before = BatchLoader(Rows(20), made_up_world(), global_batch_size=8)
-    assert len(list(before.epoch(0))) == 3
-    after = BatchLoader(Rows(20), made_up_world(), global_batch_size=8)
-    after.restore(before.state())
-    assert list(after.epoch(0)) == []
-    assert len(list(after.epoch(1))) == 3
-
-
 @pytest.mark.parametrize(
     ("other", "fact"),
     [({"size": 101}, "101 samples"), ({"seed": 1}, "seed 1"), ({"shuffle": False}, "in order")],
@@ -165,14 +145,6 @@ def test_the_tail_can_be_left_out_and_an_epoch_without_a_step_is_refused(
     with pytest.raises(Impossible, match="7 samples") as refused:
         BatchLoader(Rows(7), made_up_world(), global_batch_size=8, drop_tail=True)
     assert refused.value == snapshot
-
-
-def test_a_step_that_was_not_read_to_its_end_leaves_nothing_to_the_next() -> None:
-    options = {"global_batch_size": 8, "micro_batch_size": 2, "shuffle": False}
-    loader = BatchLoader(Rows(16), made_up_world(), **options)  # type: ignore[arg-type]
-    epoch = loader.epoch(0)
-    assert list(next(iter(next(epoch))).indices) == [0, 1]
-    assert read(next(epoch)) == ([8, 9, 10, 11, 12, 13, 14, 15], [2, 2, 2, 2])
 
 
 class Endless(IterableDataset[int]):
@@ -207,34 +179,6 @@ def test_batches_are_those_of_torchs_dataloader() -> None:
             assert [one.dtype for one in micro.batch] == [one.dtype for one in expected]
 
 
-def test_own_collate_and_datasets_that_read_many_at_once() -> None:
-    class Many(Rows):
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            return [-index for index in indices]
-
-    loader = BatchLoader(
-        Many(10), made_up_world(), global_batch_size=5, shuffle=False, collate=tuple
-    )
-    assert [micro.batch for step in loader.epoch(0) for micro in step] == [
-        (0, -1, -2, -3, -4),
-        (-5, -6, -7, -8, -9),
-    ]
-    summed = BatchLoader(
-        TensorDataset(torch.arange(4)), made_up_world(), global_batch_size=4, collate=len
-    )
-    assert [micro.batch for step in summed.epoch(0) for micro in step] == [4]
-
-
-@pytest.mark.integrations
-def test_hugging_face_datasets_are_read_by_number() -> None:
-    datasets = pytest.importorskip("datasets")
-    dataset = datasets.Dataset.from_dict({"number": list(range(10)), "text": list("abcdefghij")})
-    loader = BatchLoader(dataset, made_up_world(1, 2), global_batch_size=4, shuffle=False)
-    first = next(iter(next(loader.epoch(0))))
-    assert first.batch["number"].tolist() == [2, 3]
-    assert first.batch["text"] == ["c", "d"]
-
-
 def test_a_sample_that_cannot_be_read_is_named() -> None:
     class Broken(Rows):
         def __getitem__(self, index: int) -> int:
@@ -246,38 +190,6 @@ def test_a_sample_that_cannot_be_read_is_named() -> None:
     with pytest.raises(OSError, match="truncated") as failed:
         list(next(loader.epoch(0)))
     assert failed.value.__notes__ == ["while reading sample 3 of Broken"]
-
-
-def drawn(workers: int, rank: int, ranks: int, epoch: int = 0, **options: Any) -> dict[int, Any]:
-    """Return what the dataset drew for each sample that this rank read."""
-    loader = BatchLoader(
-        Noisy(24), made_up_world(rank, ranks), global_batch_size=8, workers=workers, **options
-    )
-    found = {}
-    for step in loader.epoch(epoch):
-        for micro in step:
-            found.update(
-                {int(row[0]): tuple(map(float, row[1:])) for row in zip(*micro.batch, strict=True)}
-            )
-    loader.close()
-    return found
-
-
-def test_random_numbers_can_belong_to_the_sample_alone() -> None:
-    own = {"random_per_sample": True, "seed": 3}
-    torch.manual_seed(1)
-    random.seed(1)
-    expected_next = torch.rand(1), random.random()
-    torch.manual_seed(1)
-    random.seed(1)
-    alone = drawn(0, 0, 1, **own)
-    assert (torch.rand(1), random.random()) == expected_next  # the process's own are untouched
-    assert len(alone) == 24
-    assert len(set(alone.values())) == 24
-    assert drawn(2, 0, 1, **own) == alone
-    assert {**drawn(0, 0, 2, **own), **drawn(2, 1, 2, **own)} == alone
-    assert not set(drawn(0, 0, 1, epoch=1, **own).values()) & set(alone.values())
-    assert not set(drawn(0, 0, 1, random_per_sample=True, seed=4).values()) & set(alone.values())
 
 
 def test_workers_draw_other_numbers_on_every_rank_worker_and_epoch() -> None:
@@ -314,10 +226,3 @@ def test_workers_serve_many_epochs_also_after_one_was_left(snapshot: SnapshotAss
     assert refused.value == snapshot
     loader.close()
     assert torch.equal(torch.get_rng_state(), random_state)  # dropout stays as it would have been
-
-
-def test_it_is_a_loader() -> None:
-    loader: Loader = BatchLoader([1, 2, 3], made_up_world(), global_batch_size=2)
-    assert [micro.batch.tolist() for step in loader.epoch(0) for micro in step] in (
-        [[a, b], [c]] for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)
-    )

@@ -1,7 +1,6 @@
 """The order of the samples in an epoch."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,9 +25,3 @@ def test_seeds_and_epochs_have_other_orders_and_the_same_ones_the_same() -> None
     assert len(set(orders)) == 9
     assert tuple(sample_order(100, seed=1, epoch=2).tolist()) == orders[5]
     assert sample_order(4, seed=1, epoch=2, shuffle=False).tolist() == [0, 1, 2, 3]
-
-
-def test_a_sample_takes_four_bytes_and_the_process_keeps_its_random_state() -> None:
-    before = torch.get_rng_state()
-    assert sample_order(10**6, seed=0, epoch=0).nbytes == 4 * 10**6
-    assert torch.equal(torch.get_rng_state(), before)

@@ -5,24 +5,13 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import TensorDataset
 
 from made_up_worlds import made_up_world
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.pytree import move_to_device, tensors_in
-from torchmuster.train.data.worker_processes import advise_workers
 
 pytestmark = pytest.mark.engine
-
-
-def test_advice_goes_no_further_than_the_cores(snapshot: SnapshotAssertion) -> None:
-    assert advise_workers(workers=0, cores=2, ranks=1) == "workers 0 -> try 2 (2 cores / 1 rank)"
-    assert advise_workers(workers=4, cores=64, ranks=4) == "workers 4 -> try 8 (64 cores / 4 ranks)"
-    assert (
-        advise_workers(workers=12, cores=64, ranks=4) == "workers 12 -> try 16 (64 cores / 4 ranks)"
-    )
-    assert advise_workers(workers=4, cores=8, ranks=2) == snapshot
 
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MusterError
-from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokenizer
+from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokenizer, Tokens
 from torchmuster.train.data.rows import Row, lay_out, row_of
 from torchmuster.train.data.text import Records, TextFormat, TextRows, TextStream, open_files
 from torchmuster.train.data.text import rows_of as prepared_rows
@@ -58,39 +58,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def laid_out(records: list[Any], tokenizer: Tokenizer, *, length: int, packed: bool) -> list[Row]:
     documents = RecordTokenizer(RecordFormat(), tokenizer).documents(records)
-    layouts = lay_out(documents, length, pack=packed, whole=False)
+    tokens = [document for document in documents if isinstance(document, Tokens)]
+    layouts = lay_out(tokens, length, pack=packed, whole=False)
     return [row_of(layout, length, masked=not packed) for layout in layouts]
-
-
-def test_ids_are_used_as_they_are_and_labels_are_kept(tokenizer: Tokenizer) -> None:
-    rows = laid_out(RECORDS, tokenizer, length=8, packed=False)
-    for row, record in zip(rows, RECORDS, strict=True):
-        filled = int(row["attention_mask"].sum())
-        assert row["input_ids"][:filled].tolist() == record["input_ids"]  # no end token is added
-        labels = record.get("labels", record["input_ids"])
-        assert row["labels"][:filled].tolist() == [-100, *labels[1:]]  # nothing is before the first
-        assert (row["labels"][filled:] == -100).all()
-
-
-def test_packed_ids_keep_their_labels(tokenizer: Tokenizer) -> None:
-    (row, rest) = laid_out(RECORDS, tokenizer, length=13, packed=True)
-    assert row["input_ids"].tolist() == list(range(5, 18))
-    assert row["labels"].tolist() == [
-        *(-100, -100, 7, 8),
-        *(-100, 10, -100),
-        *(-100, 13, -100, 15, 16, 17),
-    ]
-    assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5]
-    assert rest["labels"].tolist() == [-100, 19] + [-100] * 11
-
-
-def test_texts_and_ids_mix(tokenizer: Tokenizer) -> None:
-    records = ["two", {"input_ids": [4, 5], "labels": [-100, 5]}, {"text": "words"}]
-    rows = laid_out(records, tokenizer, length=6, packed=False)
-    assert rows[0]["input_ids"].tolist()[:2] == [*tokenizer.encode(["two"])[0], tokenizer.end][:2]
-    assert rows[1]["input_ids"].tolist()[:2] == [4, 5]
-    assert rows[1]["labels"].tolist() == [-100, 5, -100, -100, -100, -100]
-    assert tokenizer.end in rows[2]["input_ids"].tolist()
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -162,16 +132,6 @@ def test_no_id_or_label_is_lost(
     ) <= (len(rows))
 
 
-def test_padding_of_a_record_is_left_out(tokenizer: Tokenizer) -> None:
-    records = [
-        {"input_ids": [7, 8, 9, 0, 0], "attention_mask": [1, 1, 1, 0, 0]},
-        {"input_ids": [0, 7, 8], "labels": [-100, 7, 8], "attention_mask": [0, 1, 1]},
-    ]
-    (row,) = laid_out(records, tokenizer, length=5, packed=True)
-    assert row["input_ids"].tolist() == [7, 8, 9, 7, 8]
-    assert row["labels"].tolist() == [-100, 8, 9, -100, 8]
-
-
 def test_ids_win_over_text_and_a_missing_value_is_none(tokenizer: Tokenizer) -> None:
     """As datasets.map leaves records: the text stays, and a column that a record lacks is None."""
     records = [
@@ -183,13 +143,6 @@ def test_ids_win_over_text_and_a_missing_value_is_none(tokenizer: Tokenizer) -> 
     assert rows[0]["input_ids"].tolist()[:2] == [7, 8]
     assert rows[1]["labels"].tolist()[:2] == [-100, 9]
     assert rows[2]["input_ids"].tolist()[0] == tokenizer.encode(["two"])[0][0]
-
-
-def test_a_record_without_tokens_does_not_end_the_data(tokenizer: Tokenizer) -> None:
-    records = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3, 4]}, {"input_ids": []}]
-    for packed in (True, False):
-        rows = laid_out(records, tokenizer, length=2, packed=packed)
-        assert [row["input_ids"].tolist() for row in rows] == [[1, 2], [3, 4]]
 
 
 TEXT = TextFormat(tokenizer=ByteTokenizer(), sequence_length=8, pack=False)
@@ -260,12 +213,6 @@ def test_chat_messages_are_refused_before_anything_is_built(
     with pytest.raises(MusterError) as refused:
         prepared_rows(open_files(f"{tmp_path}/chat.jsonl", text.record), text)
     assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
-
-
-def test_chat_messages_of_a_dataset_are_refused() -> None:
-    for how in ("", "iterable"):
-        with pytest.raises(MusterError, match="chat messages"):
-            list(of_dataset([{"messages": CHAT}] * 2, how))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,10 @@
 """The parts of going on with a training: when it saves, what it says, and what is cut off and kept."""
 
 import json
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from made_up_worlds import made_up_world
@@ -23,9 +18,7 @@ from torchmuster.train.checkpointing.policy import (
     CheckpointSettings,
     save_message,
 )
-from torchmuster.train.data.step import MicroBatch
-from torchmuster.train.reports import MetricsFiles, Reports
-from torchmuster.train.step_log import CommunicationTime, StepLog, _add_exactly
+from torchmuster.train.reports import MetricsFiles
 from torchmuster.train.stop_request import StoppedAtRequest
 from torchmuster.worker.data import batches_of
 
@@ -73,7 +66,7 @@ class Noting:
 class Asked:
     """Stands for a StopRequest."""
 
-    words = "SIGTERM to rank 3"
+    origin = "SIGTERM to rank 3"
 
     def due(self, step: int) -> bool:
         return step == 5
@@ -101,27 +94,17 @@ def test_saves_are_due_by_steps_or_by_the_clock_of_all() -> None:
         CheckpointSettings(to="x", every_s=0.0)
 
 
-def test_the_end_is_saved_once_and_again_if_it_failed() -> None:
-    once, again = Noting(), Noting(failing=(8,))
-    for checkpointer in (once, again):
-        saving = saves(checkpointer)
-        saving.save(8, 0.0)
-        saving.end(8)
-        assert saving.is_last is (checkpointer is again)  # what fails then is told as the end's
-    assert (once.saved, again.saved) == ([8], [8, 8])
-
-
 def test_a_request_to_end_is_followed_with_a_save(snapshot: SnapshotAssertion) -> None:
     checkpointer = Noting()
     saving = saves(checkpointer, stop=Asked())
-    saving.end_if_asked(4, 0.0)
+    saving.end_if_requested(4, 0.0)
     with pytest.raises(StoppedAtRequest) as stopped:
-        saving.end_if_asked(5, 0.0)
+        saving.end_if_requested(5, 0.0)
     assert checkpointer.saved == [5]
     assert "SIGTERM to rank 3" in stopped.value.what
     assert stopped.value.what == snapshot
     with pytest.raises(MusterError) as failed:
-        saves(Noting(failing=(5, 5)), stop=Asked()).end_if_asked(5, 0.0)
+        saves(Noting(failing=(5, 5)), stop=Asked()).end_if_requested(5, 0.0)
     assert "the disk is full" in failed.value.why
     assert failed.value == snapshot
 
@@ -159,58 +142,6 @@ def test_metrics_of_steps_that_are_made_again_are_cut_off(tmp_path: Path) -> Non
     assert (folder / "steps.jsonl").read_text() == ""
 
 
-@given(st.lists(st.floats(-1e30, 1e30, allow_nan=False), max_size=40))
-def test_sums_of_losses_do_not_depend_on_when_they_are_added_up(numbers: list[float]) -> None:
-    parts: list[float] = []
-    for number in numbers:
-        _add_exactly(parts, number)
-    assert sum(map(Fraction, parts)) == sum(map(Fraction, numbers))
-    assert math.fsum(parts) == math.fsum(numbers)
-
-
-def log() -> StepLog:
-    return StepLog(WORLD, Reports(WORLD, quiet=True, log_every=10**6))
-
-
-def add(to: StepLog, loss: float) -> None:
-    to.add(MicroBatch(batch=None, samples=4), torch.tensor(loss), None)
-    to.end_step(torch.tensor(0.0), epoch=0, learning_rate=0.1, norm=None)
-
-
-def test_a_line_goes_on_with_what_was_summed_but_not_with_its_time() -> None:
-    before, after, whole = log(), log(), log()
-    for loss in (0.1, 0.7):
-        add(before, loss)
-    after.restore(json.loads(json.dumps(before.state())), step=2)
-    assert after.steps == 2
-    add(after, 0.3)
-    for loss in (0.1, 0.7, 0.3):
-        add(whole, loss)
-    after.begin()
-    add(after, 0.5)
-    add(whole, 0.5)
-    after.finish(4)
-    whole.finish(4)
-    resumed, uninterrupted = after.last_record, whole.last_record
-    assert resumed is not None
-    assert uninterrupted is not None
-    assert (resumed.loss, resumed.samples) == (uninterrupted.loss, uninterrupted.samples)
-    assert resumed.samples_per_s * resumed.step_s == pytest.approx(4)  # one step of its own
-    assert after.steps == 0
-
-
-def test_no_more_than_all_of_the_time_is_waited_for_communication(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(CommunicationTime, "exposed_s", lambda self, steps: 1e6)
-    busy = log()
-    for step in (1, 2):
-        add(busy, 0.1)
-        busy.finish(step)
-    assert busy.last_record is not None
-    assert "100 %" in busy.last_record.verdict
-
-
 @pytest.mark.parametrize(
     ("given", "kept", "whole", "reason"),
     [
@@ -231,8 +162,8 @@ def test_a_step_stays_as_large_as_it_was(
 ) -> None:
     flags = [Flag(flag="", path=f"train.{name}", text=text) for name, text in given.items()]
     settings = resolve_settings(flags=flags).settings
-    chosen = batches_of(settings, made_up_world(ranks=2), kept=kept)
-    assert (chosen.value.global_batch_size, chosen.reason) == (whole, reason)
+    chosen = batches_of(settings, made_up_world(ranks=2), resumed=kept)
+    assert (chosen.value["global_batch_size"], chosen.reason) == (whole, reason)
 
 
 def test_another_size_of_a_step_is_refused(snapshot: SnapshotAssertion) -> None:
@@ -240,5 +171,5 @@ def test_another_size_of_a_step_is_refused(snapshot: SnapshotAssertion) -> None:
         flags=[Flag(flag="", path="train.global_batch_size", text="64")]
     ).settings
     with pytest.raises(Impossible, match="global_batch_size is 64") as refusal:
-        batches_of(settings, WORLD, kept=32)
+        batches_of(settings, WORLD, resumed=32)
     assert refusal.value == snapshot

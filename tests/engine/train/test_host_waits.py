@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from made_up_worlds import made_up_world
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.pytree import move_to_device
-from torchmuster.train.step import TrainStep
 from torchmuster.train.step_log import CommunicationTime
 from torchmuster.train.world import World
 
@@ -21,36 +18,6 @@ pytestmark = pytest.mark.engine
 
 def world_on(device: str, ranks: int = 1) -> World:
     return World(**{**vars(made_up_world(ranks=ranks)), "device": torch.device(device)})
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_count_that_is_a_number_is_written_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduced: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: reduced.append(tensor))
-    step: Any = object.__new__(TrainStep)
-    step._world, step._counted, step._last = world_on("meta", ranks=2), None, True
-    with Operations() as seen:
-        step._count(7)
-    assert seen.names == ["aten.full.default"]
-    assert [(one.device.type, one.dtype) for one in reduced] == [("meta", torch.float64)]
-
-
-def test_a_count_that_is_a_tensor_keeps_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: tensor.mul_(2))
-    step: Any = object.__new__(TrainStep)
-    step._world, step._counted, step._last = world_on("cpu", ranks=2), None, True
-    own = torch.tensor(3.0, dtype=torch.float64)
-    step._count(own)
-    assert (float(own), float(step._counted)) == (3.0, 6.0)
 
 
 @pytest.fixture
@@ -72,7 +39,8 @@ def test_batches_that_no_worker_has_pinned_are_pinned(pinned: list[torch.Tensor]
     move_to_device(batch, torch.device("meta"), pin=True)
     assert [one.device.type for one in pinned] == ["cpu"]
     pinned.clear()
-    loader = BatchLoader(list(range(4)), world_on("meta"), global_batch_size=4, pin_memory=True)
+    loader = BatchLoader(list(range(4)), world_on("meta"), global_batch_size=4)
+    loader._pins_memory = True
     batches = [micro.batch for step in loader.epoch(0) for micro in step.micro_batches]
     assert [one.device.type for one in batches] == ["meta"]
     assert len(pinned) == 1

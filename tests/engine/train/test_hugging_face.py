@@ -50,14 +50,6 @@ def test_a_folder_with_only_a_config_is_built(tmp_path: Path) -> None:
         assert {one.dtype for one in model.parameters()} == {torch.float32}
 
 
-def test_the_dtype_is_the_requested_one(tmp_path: Path) -> None:
-    files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama", dtype="bfloat16"))
-    model: Any = hugging_face.build_model(files)
-    assert model.dtype is torch.bfloat16  # the model's own
-    model = hugging_face.build_model(files, dtype="float16")
-    assert model.dtype is torch.float16
-
-
 def test_weights_come_back(tmp_path: Path) -> None:
     built: Any = hugging_face.build_model(
         hugging_face.find_model(folder(tmp_path / "m", model_type="qwen2"))
@@ -74,19 +66,6 @@ def test_weights_come_back(tmp_path: Path) -> None:
     with pytest.raises(Impossible) as refused:
         hugging_face.load_model(files)
     assert files.weights[0].name in refused.value.why
-
-
-def test_what_belongs_to_a_model_is_copied(tmp_path: Path) -> None:
-    files = hugging_face.find_model(folder(tmp_path / "m", model_type="llama"))
-    for name in ("generation_config.json", "preprocessor_config.json", "README.md"):
-        (tmp_path / "m" / name).write_text("{}")
-    (tmp_path / "out").mkdir()
-    hugging_face.save_configs(files, tmp_path / "out", hugging_face.build_model(files))
-    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "preprocessor_config.json",
-    ]
 
 
 def test_others_find_a_model_by_its_absolute_path_or_by_its_name_on_the_hub(
@@ -116,14 +95,6 @@ def test_a_folder_that_is_not_there(tmp_path: Path, snapshot: SnapshotAssertion)
         hugging_face.find_model("./nowhere")
     assert "'./nowhere'" in error.value.what
     assert str(tmp_path) in error.value.why
-    assert error.value == snapshot
-
-
-def test_a_folder_that_is_no_model(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").touch()
-    with pytest.raises(Impossible, match=r"notes .*config\.json") as error:
-        hugging_face.find_model("notes")
     assert error.value == snapshot
 
 

@@ -1,6 +1,5 @@
 """LoRA: only small matrices are trained, the targets are chosen with a reason, peft reads what is saved."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,6 @@ def test_the_targets_of_a_known_kind_are_chosen_with_a_reason(snapshot: Snapshot
     assert (config.r, config.lora_alpha) == (4, 8)
 
 
-def test_targets_of_an_unknown_kind_and_as_asked(snapshot: SnapshotAssertion) -> None:
-    adapted = add_lora(Two(), r=2)
-    assert adapted.reason == snapshot
-    assert trained(adapted.value) == {"first", "second"}
-    adapted = add_lora(Two(), r=2, lora_alpha=3, target_modules=["second"])
-    assert " second" in adapted.reason
-    assert adapted.reason == snapshot
-    assert trained(adapted.value) == {"second"}
-    assert peft_config(adapted.value).lora_alpha == 3
-
-
 def test_all_linear_layers_and_layers_that_are_trained_whole(snapshot: SnapshotAssertion) -> None:
     adapted = add_lora(llama(), r=2, target_modules="all-linear", modules_to_save=["lm_head"])
     assert adapted.reason == snapshot
@@ -124,11 +112,3 @@ def test_peft_reads_what_is_saved(options: dict[str, Any], tmp_path: Path) -> No
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters")
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
-
-
-def test_without_peft(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(Impossible) as error:
-        add_lora(Two(), r=2)
-    assert error.value == snapshot
-    assert error.value.fix == "pip install 'torchmuster[lora]'"

@@ -1,19 +1,16 @@
 """Lines that find no room wait, and are all in the file once there is some."""
 
-import contextlib
 import errno
 import json
 import os
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.train import reports
-from torchmuster.train.reports import Lines, MetricsFiles
+from torchmuster.train.reports import MetricsFiles
 
 pytestmark = pytest.mark.engine
 
@@ -78,24 +75,3 @@ def test_what_waits_is_bounded_and_the_rest_is_counted(
     assert said is not None
     assert kept == list(range(1, len(kept) + 1))
     assert f"{11 - len(kept)} lines were lost" in said
-
-
-def test_the_end_of_a_training_writes_what_waits(tmp_path: Path, disk: Disk) -> None:
-    files = MetricsFiles(tmp_path)
-    disk.room_bytes = 0
-    files.add("evaluations", {"step": 1, "loss": 1.0})
-    disk.room_bytes = 10**6
-    files.close()
-    assert _steps(tmp_path) == [1]
-
-
-@pytest.mark.parametrize(("number", "ends"), [(errno.ENOSPC, False), (errno.EPIPE, True)])
-def test_a_log_without_room_does_not_end_a_training(
-    number: int, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flush() -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=len, flush=flush))
-    with pytest.raises(OSError, match="Broken pipe") if ends else contextlib.nullcontext():
-        Lines().say("step 1")

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,20 +10,16 @@ from torch import nn
 from fake_accelerator import FakeAccelerator
 from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
-from torchmuster.train import banner
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.data.stream import StreamLoader
-from torchmuster.train.legacy.data import _own_device
 from torchmuster.train.out_of_memory import memory_table
 from torchmuster.train.precision import precision_support
 from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import load_random_states, save_random_states
 from torchmuster.train.step import HostCopy
 from torchmuster.train.step_log import StepLog
-from torchmuster.train.strategies.choose import memory_of_each_rank
 from torchmuster.units import GiB
-from torchmuster.worker.reporting import peak_flops
 
 pytestmark = pytest.mark.engine
 
@@ -72,32 +67,6 @@ def test_the_random_state_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.Monke
     assert int(states[3][0]) == 0
 
 
-def gpu(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], bf16: bool
-) -> None:
-    asked: dict[str, Any] = {
-        "get_device_name": lambda device: f"{name} {device.index}",
-        "get_device_capability": lambda device: capability if device == GPU else None,
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or bf16,
-    }
-    for function, answer in asked.items():
-        monkeypatch.setattr(torch.cuda, function, answer)
-
-
-def test_emulated_bf16_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, "Tesla T4", (7, 5), bf16=False)
-    (found,) = precision_support(WORLD)
-    assert (found.kind, found.name, found.has_bf16) == ("cuda", "Tesla T4 3", False)
-    assert found.compute_capability == (7, 5)
-
-
-def test_amds_gpus_have_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, "AMD Instinct MI250", (9, 0), bf16=True)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    (found,) = precision_support(WORLD)
-    assert (found.has_bf16, found.compute_capability) == (True, None)
-
-
 @pytest.mark.parametrize("bf16", [True, False])
 def test_intels_gpus_are_asked_for_bf16(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bf16)
@@ -118,18 +87,6 @@ def test_the_memory_table_has_the_devices_own_figures(monkeypatch: pytest.Monkey
     assert of_apple.reserved_bytes is None
 
 
-def test_a_ranks_memory_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {3: (1 * GiB, 80 * GiB), 0: (1 * GiB, 24 * GiB)}
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: sizes[device.index])
-    assert memory_of_each_rank(WORLD) == 80 * GiB
-
-    def not_known(device: torch.device) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", not_known)
-    assert memory_of_each_rank(WORLD) is None
-
-
 def test_a_record_waits_for_the_device_and_has_its_peak(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,25 +105,6 @@ def test_a_record_waits_for_the_device_and_has_its_peak(
     assert (record.loss, record.memory_peak_bytes) == (2.0, 9 * GiB)
 
 
-def test_the_banner_names_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, "H100", (9, 0), bf16=True)
-    assert banner._device_name(GPU) == "a GPU (H100 3)"
-    assert "xpu" in banner._device_name(torch.device("xpu", 1))
-
-
-def test_the_peak_rate_is_that_of_the_dtype_of_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), bf16=True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    model = nn.Linear(2, 2)
-    assert peak_flops(GPU, model, torch.bfloat16) == pytest.approx(312e12)
-    assert peak_flops(GPU, model, torch.float32) == pytest.approx(19.5e12)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert peak_flops(GPU, model, torch.float32) is None  # TF32
-    assert peak_flops(GPU, model.bfloat16(), torch.float32) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no such GPU")
-    assert peak_flops(GPU, model, torch.bfloat16) is None
-
-
 def test_batches_arrive_on_the_ranks_gpu(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +112,6 @@ def test_batches_arrive_on_the_ranks_gpu(
         [torch.tensor([float(one)]) for one in range(4)],
         WORLD,
         global_batch_size=4,
-        pin_memory=False,
         shuffle=False,
     )
     with FakeGpu(accelerator, monkeypatch):
@@ -191,8 +128,3 @@ def test_a_streams_batches_arrive_on_the_ranks_gpu(
         (micro,) = next(loader.epoch(0))
         assert micro.batch.device == GPU
         assert micro.batch.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_the_legacy_functions_take_the_current_gpu(accelerator: FakeAccelerator) -> None:
-    torch.accelerator.set_device_index(5)
-    assert _own_device() == torch.device("cuda", 5)

@@ -87,12 +87,6 @@ def test_a_model_of_ones_own(by_document: bool) -> None:
     assert (problem is None) == by_document
 
 
-def test_a_model_without_positions() -> None:
-    problem = mixed_documents(nn.Sequential(nn.Embedding(50, 16)), 50)
-    assert problem is not None
-    assert problem.startswith("a packed row fails")
-
-
 def test_packing_is_turned_off_or_refused() -> None:
     text = TextFormat(tokenizer=ByteTokenizer(), sequence_length=8)
 

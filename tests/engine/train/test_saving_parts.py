@@ -1,8 +1,6 @@
 """Saving, part by part: what a state becomes on its way to a file and back."""
 
 import json
-import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from syrupy.assertion import SnapshotAssertion
 
+from made_up_checkpoints import save
 from patience import GIVE_UP_S
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import open_store
-from torchmuster.errors import Impossible
+from torchmuster.errors import MusterError
 from torchmuster.train.checkpointing import checkpointer
 from torchmuster.train.checkpointing.checkpointer import Checkpointer
 from torchmuster.train.checkpointing.matching import never_stepped
@@ -47,29 +45,6 @@ def test_whatever_has_no_tensors_comes_back_as_it_was_through_json(state: dict[s
     assert repr(unflatten(json.loads(json.dumps(rest, allow_nan=False)), {})) == repr(state)
 
 
-def test_tensors_are_named_by_the_way_to_them() -> None:
-    weight = torch.ones(2)
-    state = {
-        "model": {"layers.0.weight": weight},
-        "optimizer": {"param_groups": [{"lr": torch.tensor(0.1), "betas": (0.9, 0.999)}]},
-        "progress": {"loss": math.nan, "milestones": Counter({3: 1})},
-    }
-    rest, tensors = flatten(state)
-    assert list(tensors) == ["model.layers.0.weight", "optimizer.param_groups.0.lr"]
-    again = unflatten(json.loads(json.dumps(rest)), tensors)
-    assert again["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
-    assert again["progress"]["milestones"] == {3: 1}
-    assert math.isnan(again["progress"]["loss"])
-    assert again["model"]["layers.0.weight"].data_ptr() == weight.data_ptr()
-
-
-def test_two_ways_with_one_name_are_refused(snapshot: SnapshotAssertion) -> None:
-    state = {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}}
-    with pytest.raises(Impossible, match=r"model\.a\.b") as refused:
-        flatten(state)
-    assert refused.value == snapshot
-
-
 def test_tied_tensors_are_found_and_others_are_not() -> None:
     one, two = torch.ones(2, 3), torch.ones(2, 3)
     tensors = {
@@ -81,11 +56,6 @@ def test_tied_tensors_are_found_and_others_are_not() -> None:
         "f": torch.ones(0),
     }
     assert tied_tensors(tensors) == {"c": "a"}
-
-
-def test_a_checkpointer_needs_the_group_first() -> None:
-    with pytest.raises(Impossible, match="created before the process group"):
-        Checkpointer("checkpoints")
 
 
 def test_only_parameters_of_the_same_optimizer_may_be_without_a_state() -> None:
@@ -134,28 +104,14 @@ def test_a_save_is_committed_without_another_call(tmp_path: Path) -> None:
         assert [manifest.step for manifest in committed_manifests(store)] == [1]
 
 
-def test_plans_are_cached_per_checkpointer_and_follow_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch caches plans by the name of the planner's class (NVIDIA-NeMo/Automodel#3369)."""
-    monkeypatch.setattr(checkpointer, "CACHE_PLANS_FROM", 1)
-    states = [{"weight": torch.ones(3)}, {"other": torch.zeros(2, 2), "more": torch.ones(1)}]
-    with (
-        join_world("cpu"),
-        Checkpointer(tmp_path / "a") as one,
-        Checkpointer(tmp_path / "b") as two,
-    ):
-        for step in range(1, 4):
-            for saver, model in zip((one, two), states, strict=True):
-                saver.save({"model": model}, step)
-                report = saver.wait()
-                assert report is not None
-                assert report.problem is None
-        one.save({"model": states[0] | states[1]}, 4)
-        for saver, model in ((one, states[0] | states[1]), (two, states[1])):
-            rooms = {name: torch.full_like(tensor, 7) for name, tensor in model.items()}
-            assert saver.load({"model": rooms}) is not None
-            assert all(rooms[name].equal(tensor) for name, tensor in model.items())
+def test_one_rank_checks_every_file_that_two_wrote(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    newest = save(store, 1)
+    first = tmp_path / newest.name / min(newest.files)
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    with join_world("cpu"), pytest.raises(MusterError) as refused:
+        Checkpointer(store).load({})
+    assert first.name in refused.value.why
 
 
 def test_no_reader_that_unpickles_is_used() -> None:

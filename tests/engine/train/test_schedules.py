@@ -10,26 +10,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchmuster.errors import Impossible
-from torchmuster.train.optimizers import Shape, schedule, schedule_factor
+from torchmuster.train.optimizers import Shape, schedule
 
 pytest.importorskip("transformers")
 from transformers import get_scheduler
 
 pytestmark = [pytest.mark.engine, pytest.mark.integrations]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
-        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447, 0]),
-    ],
-)
-def test_the_curves(shape: Shape, expected: list[float]) -> None:
-    given = [schedule_factor(step, shape, warmup_steps=2, total_steps=6) for step in range(7)]
-    assert given == pytest.approx(expected, abs=1e-6)
-    assert schedule_factor(100, shape, warmup_steps=2, total_steps=6) == pytest.approx(expected[-1])
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 5])
@@ -75,10 +61,6 @@ def test_every_step_has_the_rate_of_transformers(
     # The warm-up has transformers' rates one step earlier, and no step has the rate 0.
     assert usual[warmup_steps:] == pytest.approx(expected[warmup_steps:], rel=1e-12, abs=1e-15)
     assert usual[:warmup_steps] == pytest.approx(expected[1 : warmup_steps + 1], rel=1e-12)
-
-
-def test_constant_is_transformers_constant_without_a_warm_up() -> None:
-    assert schedule(_optimizer(), "constant").get_last_lr() == [2.0]
 
 
 def _optimizer() -> torch.optim.Optimizer:

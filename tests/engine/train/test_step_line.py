@@ -35,29 +35,6 @@ def test_a_line_says_where_the_run_is_and_what_its_time_goes_into(
     assert render_step_line(RECORD) == snapshot
 
 
-def test_what_is_not_always_there_is_said_where_it_is(snapshot: SnapshotAssertion) -> None:
-    record = replace(
-        RECORD,
-        loss=None,
-        gradient_norm=1.2345,
-        samples_per_s=2.345,
-        tokens_per_s=80_000.0,
-        communication_share=None,
-        evaluation_share=0.02,
-        skipped_steps=3,
-        verdict="the others wait for rank 1",
-    )
-    assert render_step_line(record, last_step=1000) == snapshot
-
-
-@pytest.mark.parametrize(
-    ("mfu", "said"), [(None, None), (0.381, "MFU 38 %"), (5.63, "MFU 563 % (wrong)")]
-)
-def test_the_utilization_is_never_believed_beyond_the_peak(mfu: float | None, said: str) -> None:
-    parts = render_step_line(replace(RECORD, flop_s=41.24e12, mfu=mfu)).split(" | ")
-    assert [part for part in parts if "MFU" in part] == ([said] if said else [])
-
-
 def test_a_line_has_at_most_100_characters() -> None:
     record = replace(
         RECORD,

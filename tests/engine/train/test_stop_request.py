@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -25,21 +24,11 @@ ALONE = made_up_world()
 def test_a_signal_ends_after_the_next_step_and_no_step_before(name: str) -> None:
     with StopRequest(ALONE) as stop:
         assert not stop.due(1)
-        assert stop.words == ""
+        assert stop.origin == ""
         os.kill(os.getpid(), signal.Signals[name])
-        _until(lambda: stop.words != "")
+        _until(lambda: stop.origin != "")
         assert stop.due(2)
-        assert stop.words == f"{name} to rank 0"
-
-
-def test_schedulers_repeat_their_signals_which_changes_nothing() -> None:
-    with StopRequest(ALONE) as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGUSR1)
-        _until(lambda: stop.words != "")
-        assert stop.due(1)
-        assert stop.words in ("SIGTERM to rank 0", "SIGUSR1 to rank 0")
+        assert stop.origin == f"{name} to rank 0"
 
 
 def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,18 +63,6 @@ def test_a_handler_that_other_code_installs_does_not_hide_a_signal() -> None:
     assert called == [signal.SIGUSR1]
 
 
-def test_everything_is_as_before_afterwards() -> None:
-    names = ("SIGINT", "SIGTERM", "SIGUSR1")
-    before = [signal.getsignal(signal.Signals[name]) for name in names]
-    threads = threading.active_count()
-    with StopRequest(ALONE):
-        assert [signal.getsignal(signal.Signals[name]) for name in names] != before
-    assert [signal.getsignal(signal.Signals[name]) for name in names] == before
-    descriptor = signal.set_wakeup_fd(-1)
-    assert descriptor == -1
-    assert threading.active_count() == threads
-
-
 def test_a_forked_process_answers_its_signals_itself() -> None:
     """As a loader's workers do, which are ended by SIGTERM."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -102,20 +79,6 @@ def test_a_forked_process_answers_its_signals_itself() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
 
 
-def test_in_another_thread_signals_are_left_alone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    seen: list[object] = []
-
-    def work() -> None:
-        with StopRequest(ALONE) as stop:
-            seen.append((signal.getsignal(signal.SIGTERM), stop.due(1)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(before, False)]
-
-
 def test_it_ends_the_process_with_the_code_for_starting_it_again(
     snapshot: SnapshotAssertion,
 ) -> None:
@@ -125,17 +88,6 @@ def test_it_ends_the_process_with_the_code_for_starting_it_again(
     assert int(ExitCode.SAVED) == 75
     assert "SIGUSR1 to rank 1" in end.what
     assert [end.what, end.fix] == snapshot
-
-
-def test_who_is_on_its_way_out_is_not_ended_by_another_warning() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        with pytest.raises(StoppedAtRequest), StopRequest(ALONE) as stop:
-            raise StoppedAtRequest(3, stop.words)
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def _until(true: Callable[[], bool]) -> None:

@@ -37,30 +37,6 @@ def test_a_tokenizer_is_saved_with_all_its_files(kind: str, tmp_path: Path) -> N
         assert made.startswith("<|im_start|>user\nfoxes?<|im_end|>\n")
 
 
-def test_several_chat_templates(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    source = tiny_models.make_model(tmp_path / "model", "byte-level")
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "short.jinja").write_text("{{ messages[0].content }}")
-    TransformersTokenizer(str(source)).save(tmp_path / "out")
-    again = AutoTokenizer.from_pretrained(tmp_path / "out")
-    made = again.apply_chat_template(tiny_models.CHAT, chat_template="short", tokenize=False)
-    assert made == "foxes?"
-
-
-def test_other_files_of_the_folder_stay_where_they_are(tmp_path: Path) -> None:
-    source = tiny_models.make_model(tmp_path / "model", "word-piece")
-    for name in ("data.txt", "secret.json", "README.md", "code.py"):
-        (source / name).write_text("{}")
-    TransformersTokenizer(str(source)).save(tmp_path / "out")
-    assert {one.name for one in (tmp_path / "out").iterdir()} == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.txt",
-    }
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gemma"])
 def test_a_folder_without_a_tokenizer_is_refused(kind: str, tmp_path: Path) -> None:
     """transformers builds one with an empty vocabulary, by which every text is nothing."""

@@ -4,11 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from torchmuster.diagnose.torch_private import collectives_begun
 from torchmuster.train import torch_private
 from torchmuster.train.strategies import gradients
 
@@ -57,36 +53,3 @@ def test_a_sparse_tensor_without_the_private_method_is_coalesced() -> None:
 
     sparse: Any = Sparse()
     assert torch_private.sparse_values(sparse) == "values"
-
-
-def test_gradients_are_multiplied_one_by_one_without_foreach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(torch, "_foreach_mul_")
-    tensors = [torch.ones(2), torch.full((1,), 3.0)]
-    torch_private.multiply_all(tensors, 2.0)
-    assert [one.tolist() for one in tensors] == [[2.0, 2.0], [6.0]]
-
-
-def test_a_view_is_known_by_what_it_is_a_view_of() -> None:
-    whole = torch.zeros(4)
-    assert torch_private.base_of(whole) is whole
-    assert torch_private.base_of(whole[1:]) is whole
-
-
-@pytest.mark.parametrize("name", ["_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate"])
-def test_ddp_that_measures_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.delattr(DistributedDataParallel, name)
-    model: Any = object.__new__(DistributedDataParallel)
-    nn.Module.__init__(model)
-    assert not torch_private.let_ddp_measure(model, every=10)
-
-
-def test_a_loader_without_workers_has_none_to_stop() -> None:
-    torch_private.stop_workers(DataLoader([1, 2]))  # type: ignore[arg-type]
-    other: Any = object()
-    torch_private.stop_workers(other)
-
-
-def test_a_group_that_does_not_count_its_collectives() -> None:
-    assert collectives_begun(object()) is None

@@ -1,27 +1,20 @@
 """Trainer in one process: when it ends, what it prints and writes."""
 
-import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
-from patience import GIVE_UP_S
 from torchmuster.errors import Impossible, OutOfMemory
 from torchmuster.train import reports
-from torchmuster.train import reports as progress
 from torchmuster.train.data.loader import BatchLoader
-from torchmuster.train.data.step import Step
-from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.optimizers import schedule
 from torchmuster.train.reports import Reports
 from torchmuster.train.step_line import StepRecord
@@ -55,21 +48,6 @@ def make(**how: Any) -> Trainer:
 def lines_by_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a slow step on a busy machine make no line of its own."""
     monkeypatch.setattr(reports, "_SILENT_AT_MOST_S", 1e9)
-
-
-class Nothing:
-    """A loader without steps."""
-
-    def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
-        yield from ()
-
-    def steps_in_epoch(self) -> int | None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return {"epoch": 0}
-
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 @pytest.mark.usefixtures("lines_by_steps_alone")
@@ -106,12 +84,6 @@ def test_an_end_is_asked_for_and_kept_to(snapshot: SnapshotAssertion) -> None:
     assert (trainer.epoch, trainer.step) == (4, 12)
 
 
-def test_a_loader_without_steps_does_not_keep_a_run_waiting(snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible, match="epoch 1") as refused:
-        make(data=Nothing()).fit(steps=5)
-    assert refused.value == snapshot
-
-
 def test_a_schedule_that_comes_or_goes_is_refused(snapshot: SnapshotAssertion) -> None:
     def with_schedule() -> Trainer:
         return make(schedule=lambda optimizer: schedule(optimizer, "constant"))
@@ -124,15 +96,6 @@ def test_a_schedule_that_comes_or_goes_is_refused(snapshot: SnapshotAssertion) -
         with pytest.raises(Impossible, match="schedule") as refusal:
             trainer.restore(state)
         assert refusal.value == snapshot(name=case)
-
-
-def test_a_run_in_pieces_is_the_run_in_one_piece() -> None:
-    whole, pieces = make(), make()
-    whole.fit(epochs=3)
-    for steps in range(1, 10):
-        pieces.fit(steps=steps)
-    for one, other in zip(whole.model.parameters(), pieces.model.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None:
@@ -166,26 +129,6 @@ def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None
     assert len(read) == 33
 
 
-def test_an_epoch_that_ends_with_the_steps_is_evaluated_once(tmp_path: Path) -> None:
-    stream = [torch.ones(3)] * 16
-    trainer = make(
-        data=StreamLoader(stream, WORLD, global_batch_size=4),  # does not know its end
-        evaluation=Evaluation(
-            loader=BatchLoader([torch.ones(3)] * 5, WORLD, global_batch_size=2),
-            measure=lambda model, batch: {"size": model(batch).abs()[:, 0]},
-        ),
-        reports=Reports(WORLD, quiet=True, folder=tmp_path),
-    )
-    for steps in (3, 4, 6):
-        trainer.fit(steps=steps)
-    trainer.fit(epochs=1)
-    assert (trainer.epoch, trainer.step) == (1, 6)
-    trainer.fit(epochs=2)
-    assert (trainer.epoch, trainer.step) == (2, 8)
-    lines = (tmp_path / "metrics" / "evaluations.jsonl").read_text().splitlines()
-    assert [(one["step"], one["epoch"]) for one in map(json.loads, lines)] == [(4, 0), (8, 1)]
-
-
 def test_the_first_weights_are_those_of_the_seed(
     capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
 ) -> None:
@@ -198,32 +141,6 @@ def test_the_first_weights_are_those_of_the_seed(
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("seed 6")
     assert said[0] == snapshot
-
-
-def test_a_loader_for_training_and_evaluation_at_once_is_refused(
-    snapshot: SnapshotAssertion,
-) -> None:
-    loader = BatchLoader([torch.ones(3)] * 8, WORLD, global_batch_size=8)
-    with pytest.raises(Impossible) as told:
-        make(data=loader, evaluation=Evaluation(loader=loader, measure=lambda model, batch: {}))
-    assert told.value == snapshot
-
-
-@pytest.mark.usefixtures("lines_by_steps_alone")
-def test_losses_with_one_dimension_too_many_are_told_as_they_are() -> None:
-    def one_long(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return squares(model, batch).reshape(1)
-
-    def counted(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return one_long(model, batch) * len(batch), torch.tensor([len(batch)])
-
-    wanted = make().fit(steps=3)
-    assert wanted is not None
-    assert wanted.loss is not None
-    for loss in (one_long, counted):
-        record = make(loss=loss).fit(steps=3)
-        assert record is not None
-        assert record.loss == pytest.approx(wanted.loss)
 
 
 def test_what_must_be_kept_besides_tensors_is_plain_json() -> None:
@@ -270,15 +187,6 @@ def test_evaluations_come_after_epochs_or_every_so_many_steps(
     assert f"evaluation after step 2: size {size:.4g}" in capsys.readouterr().out
 
 
-def test_lines_come_every_so_many_steps_and_at_least_every_ten_seconds() -> None:
-    reports = Reports(WORLD, log_every=50)
-    assert reports.next_line(1, 0.001) == 50
-    assert reports.next_line(50, 0.001) == 100
-    assert reports.next_line(50, 1.0) == 60
-    assert reports.next_line(57, 0.5) == 77
-    assert reports.next_line(57, 30.0) == 58
-
-
 def test_a_record_that_is_not_a_number_is_null_in_the_file(tmp_path: Path) -> None:
     def overflowing(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return model(batch).square().sum() + torch.tensor(3e38) * 2, 8
@@ -300,31 +208,6 @@ def test_running_out_of_memory_shows_the_memory_table() -> None:
     assert "parameters" in str(told.value)
 
 
-def test_a_bar_is_drawn_on_a_terminal_below_the_lines_and_taken_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(progress, "_REDRAW_EVERY_S", GIVE_UP_S)
-    out = io.StringIO()
-    bar = progress.Bar(10, Console(file=out, force_terminal=True, width=80, color_system=None))
-    bar.move(4)
-    bar.say("a line [with brackets]")
-    bar.move(5)  # too soon to be drawn again
-    bar.close()
-    text = out.getvalue()
-    assert "step 4" in text
-    assert "step 5" not in text
-    assert "a line [with brackets]" in text
-    assert text.endswith("\x1b[2K")  # the bar's line is cleared
-
-
-def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Reports(WORLD)
-    lines.open(10)
-    lines.say("a line")
-    lines.close()
-    assert capsys.readouterr().out == "a line\n"
-
-
 def test_other_ranks_say_and_write_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,12 +224,6 @@ def test_other_ranks_say_and_write_nothing(
     reports.close()
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "run").exists()
-
-
-def test_a_model_with_nothing_to_train_is_refused(snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible) as refusal:
-        make(model=lambda: nn.Linear(3, 1).requires_grad_(False))
-    assert refusal.value == snapshot
 
 
 @pytest.mark.usefixtures("lines_by_steps_alone")

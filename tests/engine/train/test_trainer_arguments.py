@@ -64,18 +64,6 @@ def test_a_dataset_with_a_batch_size_and_a_folder_of_checkpoints(tmp_path: Path)
     assert again.step == 3
 
 
-def test_an_optimizer_class_and_bf16() -> None:
-    made = trainer(optimizer=torch.optim.AdamW, precision="bf16")
-    made.fit(steps=2)
-    assert isinstance(made.optimizer, torch.optim.AdamW)
-    assert made.precision.value.name == "bf16"
-
-
-def test_the_world_is_that_of_join_world() -> None:
-    with join_world("cpu") as world:
-        assert trainer(world=None).world is world
-
-
 OTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
 

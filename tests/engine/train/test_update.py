@@ -27,7 +27,7 @@ def step_of(sizes: list[int], *, rounds: int | None = None, samples: int | None 
         number=5,
         rounds=len(sizes) if rounds is None else rounds,
         samples=samples,
-        nominal_samples=samples or 4,
+        nominal_samples=4,
         micro_batches=[
             MicroBatch(batch=one[:, None], samples=len(one)) for one in inputs if len(one)
         ],
@@ -46,24 +46,17 @@ def model() -> nn.Linear:
     return nn.Linear(1, 1, bias=False)
 
 
-def test_means_of_unequal_micro_batches_are_weighed_by_their_samples(model: nn.Linear) -> None:
+@pytest.mark.parametrize("sizes", [[3, 1], [2, 1]])  # of 4 samples, and at the end of an epoch
+def test_means_of_unequal_micro_batches_are_weighed_by_their_samples(
+    model: nn.Linear, sizes: list[int]
+) -> None:
     before = model.weight.item()
     update = update_of(model)
-    for micro in update.accumulate(step_of([3, 1], samples=4)):
+    for micro in update.accumulate(step_of(sizes, samples=sum(sizes))):
         update.backward(model(micro.batch).mean())
     outcome = update.apply()
     assert outcome.applied
-    assert outcome.counted == 4
-    assert before - model.weight.item() == pytest.approx((0 + 1 + 2 + 3) / 4)
-
-
-def test_a_number_of_samples_that_nobody_knew_is_counted(model: nn.Linear) -> None:
-    before = model.weight.item()
-    update = update_of(model)
-    for micro in update.accumulate(step_of([1, 2], samples=None)):
-        update.backward(model(micro.batch).mean())
-    assert update.apply().counted == 3
-    assert before - model.weight.item() == pytest.approx((0 + 1 + 2) / 3)
+    assert before - model.weight.item() == pytest.approx(sum(range(sum(sizes))) / sum(sizes))
 
 
 def test_a_callers_count_keeps_its_value_and_nothing_counted_changes_nothing(
@@ -74,7 +67,7 @@ def test_a_callers_count_keeps_its_value_and_nothing_counted_changes_nothing(
     count = torch.tensor(0)
     for micro in update.accumulate(step_of([2, 1], samples=None)):
         update.backward(model(micro.batch).sum() * 0, count)
-    assert update.apply().counted == 0
+    update.apply()
     assert count.item() == 0
     assert model.weight.item() == before
 
@@ -84,7 +77,9 @@ def test_clipping_gives_the_norm_from_before_and_the_length_asked_for(model: nn.
     update = update_of(model, clip_norm=0.5)
     for micro in update.accumulate(step_of([4], samples=4)):
         update.backward(model(micro.batch).mean())
-    assert update.apply().norm == pytest.approx(1.5)
+    norm = update.apply().norm
+    assert norm is not None
+    assert float(norm) == pytest.approx(1.5)
     assert before - model.weight.item() == pytest.approx(0.5, abs=1e-5)
 
 
@@ -148,30 +143,6 @@ def test_fp16_is_refused_where_trained_weights_have_half_the_bits(dtype: torch.d
     update_of(nn.Sequential(model, nn.Linear(1, 1)), precision=FP16)  # as LoRA has it
 
 
-def test_losses_of_both_kinds_are_refused(model: nn.Linear) -> None:
-    update = update_of(model)
-    batches = update.accumulate(step_of([2, 2], samples=4))
-    update.backward(model(next(batches).batch).mean())
-    loss = model(next(batches).batch).sum()
-    with pytest.raises(MusterError) as refusal:
-        update.backward(loss, 2)
-    assert str(refusal.value) == (
-        "the loss function returned (total, count), but a mean before\n"
-        "all losses of a step must be of the same kind, on all ranks\n"
-        "always return the mean, or always (total, count)"
-    )
-
-
-def test_a_loss_that_is_not_one_number_is_refused(model: nn.Linear) -> None:
-    update = update_of(model)
-    [first] = [next(update.accumulate(step_of([3], samples=3)))]
-    with pytest.raises(MusterError) as refusal:
-        update.backward(model(first.batch))
-    assert str(refusal.value) == (
-        "the loss has the shape (3, 1), not one number\nreturn the mean, or (total, count)"
-    )
-
-
 _LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
 
 
@@ -190,42 +161,6 @@ def test_backward_and_apply_belong_to_a_step(model: nn.Linear) -> None:
     with pytest.raises(MusterError, match="started before the previous one was applied"):
         list(update.accumulate(step_of([2], samples=2)))
     assert update.apply().applied
-
-
-def test_a_micro_batch_without_backward_is_refused(model: nn.Linear) -> None:
-    update = update_of(model)
-    with pytest.raises(MusterError, match="micro-batch 1 of 2 had no backward pass"):
-        list(update.accumulate(step_of([1, 1], samples=2)))
-
-
-@pytest.mark.parametrize(("given", "said"), [([1, 1], 2), ([1, 1, 1, 1], 4)])
-def test_a_loader_that_gives_another_number_of_micro_batches_is_refused(
-    model: nn.Linear, given: list[int], said: int
-) -> None:
-    update = update_of(model)
-
-    def whole_step() -> None:
-        for micro in update.accumulate(step_of(given, rounds=3, samples=3)):
-            update.backward(model(micro.batch).mean())
-
-    with pytest.raises(MusterError) as refusal:
-        whole_step()
-    assert str(refusal.value) == (
-        f"step 5 of epoch 1 has 3 micro-batches on every rank, but this rank computed {said}\n"
-        "ranks synchronize gradients in the backward pass of the last micro-batch, so each rank must compute all of them\n"
-        "compute every micro-batch that accumulate() yields; a custom loader must yield step.rounds of them"
-    )
-
-
-def test_a_step_left_early_is_not_applied(model: nn.Linear) -> None:
-    update = update_of(model)
-    for micro in update.accumulate(step_of([1, 1], samples=2)):
-        update.backward(model(micro.batch).mean())
-        break
-    with pytest.raises(
-        MusterError, match="2 micro-batches on every rank, but this rank computed 1"
-    ):
-        update.apply()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,32 +10,6 @@ from made_up_worlds import made_up_world
 from torchmuster.train import weights
 
 pytestmark = pytest.mark.engine
-
-
-class Shard:
-    """Stands for a DTensor of a mesh of GPUs, which cannot be had here."""
-
-    device_mesh = SimpleNamespace(device_type="cuda")
-
-    def __init__(self, kind: str) -> None:
-        self.device = torch.device(kind)
-
-    def to(self, kind: str) -> "Shard":
-        return Shard(kind)
-
-    def full_tensor(self) -> str:
-        return f"put together on {self.device.type}"
-
-
-def test_shards_in_the_hosts_memory_are_put_together_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(weights, "DTensor", Shard)
-    for kind in ("cpu", "cuda"):
-        shard: Any = Shard(kind)
-        assert weights.whole_tensor(shard) == "put together on cuda"
-    whole = torch.ones(1)
-    assert weights.whole_tensor(whole) is whole
 
 
 def test_written_weights_have_the_mode_of_the_umask(tmp_path: Path) -> None:

@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.config.layers import Flag
-from torchmuster.config.resolve import Resolved, resolve_settings
-from torchmuster.errors import Impossible
 from torchmuster.train.weights import WeightsNotWritten
 from torchmuster.train.world import World
 from torchmuster.worker import training
-from torchmuster.worker.__main__ import check_ranks
 from torchmuster.worker.data import describe_mixed_gpus
 
 pytestmark = pytest.mark.engine
@@ -24,33 +19,6 @@ TWO = World(
     device=torch.device("cpu"),
     backend="gloo",
 )
-
-
-def given(**values: str) -> Resolved:
-    return resolve_settings(
-        flags=[
-            Flag(flag=f"--set distributed.{name}", path=f"distributed.{name}", text=text)
-            for name, text in values.items()
-        ]
-    )
-
-
-def test_several_ranks_are_refused_where_distributed_is_off(snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible) as error:
-        check_ranks(given(enabled="false"), TWO)
-    assert "--set distributed.enabled" in error.value.why
-    assert error.value == snapshot
-
-
-def test_another_number_of_gpus_is_told(
-    capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
-) -> None:
-    check_ranks(given(num_gpus="2"), TWO)
-    assert capsys.readouterr().out == ""
-    check_ranks(given(num_gpus="4"), TWO)
-    said = capsys.readouterr().out
-    assert "distributed.num_gpus is 4" in said
-    assert said == snapshot
 
 
 def test_final_weights_are_written_again_only_where_there_was_no_room(

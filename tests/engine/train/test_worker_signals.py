@@ -67,18 +67,6 @@ def _stands_signals(pids: Iterator[int]) -> None:
     assert set(rest) == {worker}
 
 
-def test_the_rank_itself_can_end_them() -> None:
-    loader = DataLoader(Pids(), num_workers=1, worker_init_fn=IgnoreSignalsInWorkers())
-    reading = iter(loader)
-    next(reading)
-    (worker,) = reading._workers  # type: ignore[attr-defined]
-    worker.terminate()
-    worker.join(GIVE_UP_S)
-    assert worker.exitcode == 0
-    del reading
-    _await_feeders()
-
-
 def test_they_end_with_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "_LOOK_EVERY_S", 0.1)
     ours, theirs = multiprocessing.Pipe()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from patience import GIVE_UP_S
 from torchmuster.launch.probes import process_group
 from torchmuster.launch.rank import start
-from torchmuster.train.world import join_world, most_exact, most_exact_type
+from torchmuster.train.world import join_world
 
 pytestmark = pytest.mark.engine
 
@@ -32,14 +32,6 @@ def test_one_process_without_a_launcher_is_a_group_of_one_that_ends() -> None:
         assert world.is_first
         assert world.device == torch.device("cpu")
         assert dist.get_world_size() == 1
-    assert not dist.is_initialized()
-
-
-def test_a_group_that_was_there_is_taken_and_left_as_it_was() -> None:
-    with join_world("cpu"):
-        with join_world("cpu") as world:
-            assert world.world_size == 1
-        assert dist.is_initialized()
     assert not dist.is_initialized()
 
 
@@ -93,9 +85,3 @@ def test_the_error_of_a_rank_is_recorded_before_the_cleanup(tmp_path: Path) -> N
     record = json.loads((tmp_path / "rank-0.error.json").read_text())
     assert record["error"] == "ValueError: label 10 of 10 classes"
     assert "train.py" in record["traceback"]
-
-
-def test_sums_are_as_exact_as_the_device_can() -> None:
-    assert most_exact_type(torch.device("cpu")) == torch.float64
-    assert most_exact_type(torch.device("mps")) == torch.float32
-    assert most_exact(torch.ones(2)).dtype == torch.float64

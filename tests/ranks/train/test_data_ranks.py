@@ -25,52 +25,6 @@ def test_different_numbers_of_batches_are_named_on_all_ranks_and_nothing_hangs(
     assert told == snapshot
 
 
-@pytest.mark.nightly
-def test_foreign_dataloaders_are_read_as_they_are(
-    run_ranks: RunRanks, snapshot: SnapshotAssertion
-) -> None:
-    answers = run_ranks(reading.foreign, 2)
-    for rank, found in enumerate(answers):
-        # 11 samples a rank: 4 + 4, then 3 of what would be another 4 + 4.
-        shape = [
-            (number, rounds, samples, nominal, [size for size, _ in micro])
-            for number, rounds, samples, nominal, micro in found["known"]
-        ]
-        assert shape == [(0, 2, 16, 16, [4, 4]), (1, 1, 6, 16, [3])]
-        assert found["steps"] == 2
-        assert found["next epoch"] != found["known"]  # the sampler was told
-        assert found["resumed"] == found["next epoch"][1:]
-        third = 2 + rank
-        assert found["own batches"] == [
-            (0, 1, None, 2, [(3, [0, 1, third])]),
-            (1, 1, None, 2, [(1, [3])]),
-        ]
-        assert "rank 0 has 13, rank 1 has 12" in found["uneven"]
-        assert found["uneven"] == snapshot(name="uneven")
-        # Rank 0 has 9 samples, rank 1 has 6: it is done a step earlier and takes part without counting.
-        last_batches = [[2, 2], [2, 2], [1]] if rank == 0 else [[2, 2], [2, 0], [0]]
-        assert found["stream"] == [
-            (0, 2, 8, last_batches[0]),
-            (1, 2, 6, last_batches[1]),
-            (2, 1, 1, last_batches[2]),
-        ]
-        assert found["empty"] == []
-        assert found["empty rank"].splitlines()[0].endswith(" 1")
-        assert found["empty rank"] == snapshot(name="empty rank")
-    known = [
-        sample
-        for found in answers
-        for *_, micro in found["known"]
-        for _, samples in micro
-        for sample in samples
-    ]
-    assert sorted(known) == list(range(22))
-    assert answers[1]["warned"] == []  # one warning is enough for all ranks
-    (warned,) = answers[0]["warned"]
-    assert "SequentialSampler" in warned
-    assert warned == snapshot(name="warned")
-
-
 def together(answers: list[Any]) -> tuple[Any, list[list[int]]]:
     """Return the position, on which all ranks agree, and the samples of each global batch."""
     states, seen = zip(*answers, strict=True)

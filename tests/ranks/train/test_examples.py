@@ -9,14 +9,11 @@ from safetensors.torch import load_file
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
-from rank_group import RunRanks
-from rank_programs import fine_tuning
 from ranks.conftest import Python, Ran, Torchrun
 
 pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-PAGE = EXAMPLES / "README.md"
 
 SETTINGS = """\
 experiment_name: digits
@@ -107,19 +104,3 @@ def test_lora_trains_adapters_alone_and_the_loss_falls(torchrun: Torchrun, tmp_p
     saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert saved
     assert all(".lora_" in name for name in saved)
-
-
-@pytest.mark.nightly
-def test_lora_leaves_the_weights_of_the_model_as_they_are(run_ranks: RunRanks) -> None:
-    for unchanged, changed in run_ranks(fine_tuning.what_changes, 2):
-        assert unchanged
-        assert changed
-
-
-def test_examples_are_short_and_the_loops_use_no_trainer() -> None:
-    for path in EXAMPLES.glob("*.py"):
-        limit = 150 if path.name == "train_distributed_ppo.py" else 100
-        assert len(path.read_text().splitlines()) < limit, path.name
-        if path.name.endswith("own_loop.py"):
-            assert "torchmuster.train.trainer" not in path.read_text()
-        assert path.name in PAGE.read_text(encoding="utf-8")

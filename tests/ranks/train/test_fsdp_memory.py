@@ -37,28 +37,6 @@ def test_each_rank_keeps_its_share_and_has_one_block_whole(run_ranks: RunRanks, 
 
 
 @pytest.mark.nightly
-def test_with_shard_grad_op_all_blocks_are_whole_between_forward_and_backward(
-    run_ranks: RunRanks,
-) -> None:
-    share = WHOLE / 2
-    for found in run_ranks(memory.train_sharded, 2, "shard_grad_op"):
-        assert found["kept"] == pytest.approx(3 * share, rel=0.02)
-        # At the turn to the backward; activations and the first gradients are as much as four blocks.
-        assert found["step_peak"] == pytest.approx(3 * share + WHOLE + 4 * BLOCK, rel=0.03)
-
-
-@pytest.mark.nightly
-def test_a_whole_copy_has_its_gradients_once_with_ddp_too(run_ranks: RunRanks) -> None:
-    """Gradients are the buckets that ddp sends; it keeps them between steps."""
-    (single,) = run_ranks(memory.train_replicated, 1, "single")
-    assert single["kept"] == pytest.approx(3 * WHOLE, rel=0.02)
-    assert single["step_peak"] == pytest.approx(4 * WHOLE, rel=0.05)
-    for found in run_ranks(memory.train_replicated, 2, "ddp"):
-        assert found["kept"] == pytest.approx(4 * WHOLE, rel=0.02)
-        assert found["step_peak"] == pytest.approx(4 * WHOLE, rel=0.05)
-
-
-@pytest.mark.nightly
 def test_running_out_while_blocks_are_gathered_shows_the_shards(
     run_ranks: RunRanks, snapshot: SnapshotAssertion
 ) -> None:

@@ -24,22 +24,6 @@ def test_values_are_the_same_for_any_number_of_ranks_and_any_way_to_spread_the_m
     assert run_ranks(sharded.digests, 1, 8)[0]["fsdp"] not in every
 
 
-@pytest.mark.nightly
-def test_no_two_shards_are_alike(run_ranks: RunRanks) -> None:
-    sums = [one for of_rank in run_ranks(sharded.shards_differ, 3) for one in of_rank]
-    assert len(set(sums)) == 9
-
-
-@pytest.mark.nightly
-def test_what_python_and_numpy_draw_is_the_same_for_any_number_of_ranks(
-    run_ranks: RunRanks,
-) -> None:
-    alone = run_ranks(sharded.drawn, 1)
-    assert alone[0][1]
-    assert len({one for values in alone[0][0] for one in values}) == 4
-    assert run_ranks(sharded.drawn, 2) == alone * 2
-
-
 def test_a_model_that_needs_its_values_is_built_whole_and_rank_0_s_values_count(
     run_ranks: RunRanks,
 ) -> None:

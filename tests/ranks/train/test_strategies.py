@@ -37,14 +37,6 @@ def test_all_ranks_agree_on_what_is_finite_and_on_the_norm(run_ranks: RunRanks) 
             assert math.isnan(one["norm of nan"]), name
 
 
-@pytest.mark.nightly
-def test_sharded_gradients_stay_sharded_while_they_accumulate(run_ranks: RunRanks) -> None:
-    for told in run_ranks(strategies.accumulation_of_shards, 2):
-        assert told["accumulating"] == [True, True]
-        assert told["no_sync"] == [False, True]
-        assert told["accumulating norm"] == pytest.approx(told["no_sync norm"], rel=1e-6)
-
-
 def test_frozen_parameters_stay_and_the_others_train_alike(run_ranks: RunRanks) -> None:
     alone = run_ranks(strategies.frozen, 1)[0]["single"]
     for told in run_ranks(strategies.frozen, 2):
@@ -81,14 +73,6 @@ def test_blocks_are_sharded_one_by_one_unless_they_share_weights(run_ranks: RunR
             "hybrid_shard: all 2 ranks hold one copy, so there is nothing to replicate: the same as "
             "full_shard"
         )
-
-
-@pytest.mark.nightly
-def test_ranks_of_one_machine_share_its_memory(run_ranks: RunRanks) -> None:
-    alone = run_ranks(strategies.memory, 1)[0]
-    shared = run_ranks(strategies.memory, 2)
-    assert alone is not None
-    assert shared == [alone // 2] * 2
 
 
 def test_a_model_has_the_same_values_in_every_strategy(

@@ -1,8 +1,6 @@
 """Trainer on real ranks: what its lines say is true, whatever the ranks and the strategy."""
 
 import json
-import re
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,33 +50,6 @@ def test_losses_of_the_lines_are_those_of_one_plain_process(
                 parts = [one[f"{share}_share"] or 0.0 for share in shares]
                 assert sum(parts) == pytest.approx(1.0)
                 assert all(0 <= part <= 1 for part in parts)
-
-
-@pytest.mark.nightly
-def test_the_verdict_names_what_the_ranks_wait_for(run_ranks: RunRanks) -> None:
-    verdicts = run_ranks(training.verdicts, 2)[0]
-    for said in verdicts.values():
-        assert said[0] == ""  # nothing is judged by a first step
-    # Of two steps each: others that use the machine may disturb some, but not most.
-    all_wait, one_waits, one_is_slow = (
-        Counter(re.sub(r" \d+ %.*", "", line) for line in said[2:]).most_common(1)[0][0]
-        for said in verdicts.values()
-    )
-    assert all_wait == "waits for data"
-    assert one_waits == "rank 1 waits for data"
-    assert one_is_slow == "the others wait for rank 1"
-    for line in verdicts["all wait for data"][2:]:
-        if "for data" in line:
-            assert " % of the time: workers 0 -> try " in line
-            assert line.endswith(" / 2 ranks)")
-
-
-@pytest.mark.nightly
-def test_communication_is_measured_where_it_can_be(run_ranks: RunRanks) -> None:
-    shares = run_ranks(training.communication, 2)[0]
-    assert shares["ddp"] is not None
-    assert 0 < shares["ddp"] < 1
-    assert shares["fsdp"] is None
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

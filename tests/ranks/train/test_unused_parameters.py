@@ -41,17 +41,6 @@ def test_ranks_that_do_not_use_a_parameter_are_named_while_the_others_wait(
     assert text == snapshot
 
 
-@pytest.mark.nightly
-def test_ten_names_are_shown_and_the_rest_counted(
-    run_ranks: RunRanks, snapshot: SnapshotAssertion
-) -> None:
-    text = _refused(run_ranks, 1, [0], more=12)
-    assert text.startswith("12 ")
-    assert "more.0, more.1, " in text
-    assert "more.9 and 2 more\n" in text
-    assert text == snapshot
-
-
 def test_find_unused_parameters_trains_on(run_ranks: RunRanks) -> None:
     norms = run_ranks(strategies.unused, 2, [1], 0, True)
     assert norms[0] == norms[1]

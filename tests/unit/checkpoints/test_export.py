@@ -120,25 +120,6 @@ def test_lora_without_its_config_is_refused(tmp_path: Path, snapshot: SnapshotAs
     assert done.compared == len(LORA)
 
 
-def test_an_adapter_config_without_lora_is_refused(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path / "c")
-    saved = save(store, 5)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "adapter_config.json").write_text("{}")
-    with pytest.raises(MusterError, match="the run trained a LoRA"):
-        export_weights(store, saved, tmp_path / "out", beside=tmp_path / "model")
-    assert not (tmp_path / "out").exists()
-
-
-def test_tensors_that_are_not_divided_into_rows_are_refused(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path / "c")
-    columns = Whole(dtype="F32", shape=(4, 2), content=bytes(range(32)), cuts=((), (1,)))
-    saved = save(store, 5, {"model.weight": columns})
-    with pytest.raises(MusterError, match="weight has an unknown dtype, or is no row"):
-        export_weights(store, saved, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
 def test_an_export_that_is_found_wrong_leaves_nothing(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "c")
     seen = []

@@ -59,13 +59,6 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(
     assert happened[0].startswith("fsync ")
 
 
-def test_names_are_in_the_order_of_steps_and_only_of_checkpoints(tmp_path: Path) -> None:
-    for name in ("step-100000000-aaaa", "step-00000009-ffff", NAME, "final", "step-1-aaaa", ".x"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-00000001-aaaa").write_text("a file")
-    assert FolderStore(tmp_path).names() == ["step-00000009-ffff", NAME, "step-100000000-aaaa"]
-
-
 @pytest.mark.parametrize("name", ["..", "../x", "final", "/etc", "", "step-00000001-aaaa/.."])
 def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
     store = FolderStore(tmp_path)
@@ -145,10 +138,6 @@ def test_the_marker_is_deleted_first_and_a_link_is_not_followed(
     assert store.names() == []
 
 
-def test_room_is_told_of_the_disk_also_before_the_folder_is_there(tmp_path: Path) -> None:
-    assert (FolderStore(tmp_path / "not" / "yet").free_bytes() or 0) > 0
-
-
 def test_places_are_folders_and_addresses(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     assert open_store(f"file://{tmp_path}").where == str(tmp_path)
     assert open_store(tmp_path).where == str(tmp_path)
@@ -157,15 +146,3 @@ def test_places_are_folders_and_addresses(tmp_path: Path, snapshot: SnapshotAsse
         open_store("nosuch://bucket/x")
     assert refused.value.why == "Protocol not known: nosuch"
     assert (refused.value.what, refused.value.fix) == snapshot
-
-
-def test_what_s3_needs_is_said_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(place: str, **options: object) -> None:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("torchmuster.checkpoints.object_storage.url_to_fs", missing)
-    with pytest.raises(Impossible) as refused:
-        open_store("s3://bucket/x")
-    assert "s3://" in refused.value.what
-    assert refused.value.why == "Install s3fs to access S3"
-    assert refused.value.fix == "pip install 'torchmuster[s3]'"

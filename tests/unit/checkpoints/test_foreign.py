@@ -82,13 +82,6 @@ def test_a_file_of_a_trainer_that_was_cut_is_named(tmp_path: Path, torn: str) ->
     assert torn in found.why
 
 
-def test_a_checkpoint_of_the_model_alone_is_complete(tmp_path: Path) -> None:
-    folder = trainer_folder(tmp_path / "checkpoint-40")
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
-        (folder / name).unlink()
-    assert condition_of(str(folder), "transformers").state is COMPLETE
-
-
 def test_a_missing_shard_of_a_model_is_named(tmp_path: Path) -> None:
     folder = trainer_folder(tmp_path / "checkpoint-40", shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -103,14 +96,6 @@ def test_a_folder_that_the_trainer_is_still_writing_is_torn(tmp_path: Path) -> N
     folder = trainer_folder(tmp_path / "checkpoint-40")
     (folder / "checkpoint-is-incomplete.txt").touch()
     assert condition_of(str(folder), "transformers").state is TORN
-
-
-def test_random_states_belong_to_a_state_of_accelerate(tmp_path: Path) -> None:
-    folder = accelerate_folder(tmp_path / "step_40", ranks=3)
-    (folder / "random_states_0.pkl").unlink()
-    found = condition_of(str(folder), "accelerate")
-    assert found.state is TORN
-    assert "random_states_0.pkl" in found.why
 
 
 def _sharded(folder: Path) -> Path:
@@ -134,31 +119,11 @@ def test_shards_without_their_description_are_torn(tmp_path: Path, library: str)
     assert ".metadata is missing" in found.why
 
 
-def test_an_empty_shard_is_named(tmp_path: Path) -> None:
-    folder = _sharded(tmp_path / "dcp")
-    cut(folder / "__1_0.distcp", 0.0)
-    assert condition_of(str(folder), "DCP").why == "__1_0.distcp is empty"
-
-
 def test_what_is_not_here_is_not_called_torn(tmp_path: Path) -> None:
     assert condition_of(str(tmp_path / "gone"), "transformers").state is Completeness.MISSING
     assert condition_of("s3://bucket/last.ckpt", "lightning").state is Completeness.UNKNOWN
     (tmp_path / "empty").mkdir()
     assert condition_of(str(tmp_path / "empty"), "DCP").state is TORN
-
-
-def test_what_takes_too_long_to_check_is_not_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The path of a checkpoint is from a run's records: it may be that of any folder, such as /."""
-    folder = trainer_folder(tmp_path / "checkpoint-40", shards=3)
-    for limit in ("_MOST_FILES", "_MOST_JSON_BYTES"):
-        with monkeypatch.context() as changed:
-            changed.setattr(f"torchmuster.checkpoints.foreign.{limit}", 5)
-            found = condition_of(str(folder), "transformers")
-        assert found.state is Completeness.UNKNOWN
-        assert "more than 5 files" in found.why or "larger than 5 bytes" in found.why
-    assert condition_of(str(folder), "transformers").state is COMPLETE
 
 
 def test_a_description_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -55,14 +55,6 @@ def test_a_run_that_begins_again_sweeps_away_what_was_not_finished(tmp_path: Pat
     assert len(store.names()) == 2  # what is damaged is for people to look at
 
 
-def test_one_saved_after_going_back_is_the_newest(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    names = {step: save(store, step).name for step in (10, 20, 30)}
-    save(store, 15)
-    assert keep_newest(store, 2) == [names[20], names[10]]
-    assert committed_steps(store) == [15, 30]
-
-
 def test_what_cannot_be_deleted_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

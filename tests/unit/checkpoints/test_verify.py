@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from made_up_checkpoints import SHARD, Whole, save, write
 from torchmuster.checkpoints.export import export_weights
@@ -24,7 +23,7 @@ from torchmuster.checkpoints.verify import (
     verify_checkpoint,
 )
 from torchmuster.errors import MusterError
-from torchmuster.finding import Finding, Status
+from torchmuster.finding import Status
 
 FILES = [SHARD.format(1), SHARD.format(2), MARKER]
 OTHER = {f"model.{one}": Whole(dtype="I8", shape=(2,), content=b"ab") for one in "xyz"}
@@ -106,38 +105,6 @@ def test_each_damage_to_each_file_is_named_and_the_one_before_is_used(
         assert found.rejected == (finding,)
 
 
-def test_the_words_for_each_damage(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    store = FolderStore(tmp_path)
-    name = save(store, 20).name
-    folder = tmp_path / name
-
-    told: list[Finding] = []
-    size = (folder / SHARD.format(1)).stat().st_size
-    _grown(folder / SHARD.format(1))
-    told += verify_checkpoint(store, name)
-    os.truncate(folder / SHARD.format(1), 3)
-    told += verify_checkpoint(store, name)
-    (folder / SHARD.format(1)).write_bytes(bytes(size))
-    told += verify_checkpoint(store, name)
-    (folder / SHARD.format(1)).unlink()
-    told += verify_checkpoint(store, name)
-    text = (folder / MARKER).read_bytes()
-    (folder / MARKER).write_bytes(text.replace(b'"format":1', b'"format":2'))
-    told += verify_checkpoint(store, name)
-    (folder / MARKER).unlink()
-    told += verify_checkpoint(store, name)
-    assert [(one.name, one.status.value) for one in told] == [
-        ("checkpoint-file-changed", "failure"),
-        ("checkpoint-file-truncated", "failure"),
-        ("checkpoint-file-changed", "failure"),
-        ("checkpoint-file-missing", "failure"),
-        ("checkpoint-foreign-version", "failure"),
-        ("checkpoint-unfinished", "note"),
-    ]
-    assert all(name in one.what for one in told)
-    assert [(one.what.replace(name, "NAME"), one.why) for one in told] == snapshot
-
-
 def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     name = save(store, 20).name
@@ -179,13 +146,6 @@ def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path) 
         ("checkpoint-unfinished", Status.NOTE)
     ]
     assert unfinished.name in found.rejected[0].what
-
-
-def test_where_none_is_good_there_is_none(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path / "not-there")
-    assert newest_good(store) is None
-    (tmp_path / "not-there" / save(store, 1).name / MARKER).write_text("{}")
-    assert newest_good(store) is None
 
 
 def test_a_stray_file_of_tensors_is_damage(tmp_path: Path) -> None:

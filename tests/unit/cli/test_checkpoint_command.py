@@ -9,9 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 from made_up_checkpoints import SHARD, save, write
 from muster_command import Muster
 from torchmuster.checkpoints.store import FolderStore
-from torchmuster.cli import checkpoint
 from torchmuster.cli.checkpoint import meant_by
-from torchmuster.errors import NoSuchRun
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 pytestmark = pytest.mark.slow
@@ -136,39 +134,9 @@ def test_only_lora_can_be_merged(
     assert not (own_machine / "my-model").exists()
 
 
-def test_what_can_be_meant(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = run.path.parent
-    names = FolderStore(run.checkpoints).names()
-    for place in ("last", run.id, str(run.path), str(run.checkpoints)):
-        meant = meant_by(place, "", runs=runs)
-        assert meant.store.where == str(run.checkpoints), place
-        assert meant.names() == names[::-1]
-        assert meant.model_files() == run.model
-    assert meant_by(names[1], "", runs=runs).names() == [names[1]]
-    assert meant_by("last", "10", runs=runs).names() == [names[0]]
-    assert meant_by(f"{run.checkpoints}/{names[1]}/", "", runs=runs).names() == [names[1]]
-    assert meant_by("memory://b/x", "", runs=runs).store.where == "memory:///b/x"
-    assert meant_by(f"memory://b/x/{names[1]}", "", runs=runs).wanted == names[1]
-    with pytest.raises(NoSuchRun):
-        meant_by("nowhere", "", runs=runs)
-
-
 def test_a_run_says_where_else_its_checkpoints_are(run: RunFolder, own_machine: Path) -> None:
     run.config.write_text(f"checkpoint:\n  folder: {own_machine}/elsewhere\n")
     meant = meant_by(run.id, "", runs=run.path.parent)
     assert meant.store.where == f"{own_machine}/elsewhere/{run.id}"
     run.config.write_text("of another version: {}\n")
     assert meant_by(run.id, "", runs=run.path.parent).store.where == str(run.checkpoints)
-
-
-def test_nothing_is_silent_for_long(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(checkpoint, "SAY_EVERY_S", 0.0)
-    progress = checkpoint._progress("step-1: read", None)
-    progress(2**20)
-    progress(2**20)
-    assert capsys.readouterr().err.splitlines() == [
-        "step-1: read 1.0 MiB",
-        "step-1: read 2.0 MiB",
-    ]

@@ -12,7 +12,6 @@ from torchmuster.config import fields
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.training import check_trainable
 from torchmuster.errors import ExitCode
-from torchmuster.redaction import is_secret_name
 
 pytestmark = pytest.mark.slow
 
@@ -71,89 +70,6 @@ def test_no_file_is_read_that_was_not_named(muster: Muster, config: Path) -> Non
     assert {one["source"] for one in shown.values()} == {"default"}
 
 
-def shown_count(muster: Muster, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    done = muster("config", "show", "--json", *words, env=env)
-    assert done.code == 0, done.out
-    shown = json.loads(done.out)["distributed.num_gpus"]
-    return shown["value"], shown["source"]
-
-
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(
-    muster: Muster, own_machine: Path
-) -> None:
-    (own_machine / "c.yaml").write_text("distributed: {num_gpus: 1}\n")
-    file = ("--config", "c.yaml")
-    env = {"TORCHMUSTER_DISTRIBUTED_NUM_GPUS": "2"}
-    assert shown_count(muster, *file) == (1, "c.yaml:1:25")
-    assert shown_count(muster, *file, env=env) == (2, "$TORCHMUSTER_DISTRIBUTED_NUM_GPUS")
-    assert shown_count(muster, *file, "--num-gpus", "3", env=env) == (3, "--num-gpus")
-    setting = ("--set", "distributed.num_gpus=3")
-    assert shown_count(muster, *file, *setting, env=env) == (3, "--set distributed.num_gpus")
-
-
-@pytest.mark.parametrize(
-    ("words", "path", "value"),
-    [
-        (["--gpu-ids", "0,0:1,GPU-05"], "distributed.gpu_ids", [0, "0:1", "GPU-05"]),
-        (["--gpu-ids", "0,2"], "distributed.gpu_ids", [0, 2]),
-        (["--set", "distributed.gpu_ids=0,2"], "distributed.gpu_ids", [0, 2]),
-        (["--set", "distributed.gpu_ids=[0, 2]"], "distributed.gpu_ids", [0, 2]),
-        (["--set", "experiment_name=run #3: x=y"], "experiment_name", "run #3: x=y"),
-        (["--set", "experiment_name=123"], "experiment_name", "123"),
-        (["--set", " experiment_name =x"], "experiment_name", "x"),
-        (["--set", "experiment_name=a", "--set", "experiment_name=b"], "experiment_name", "b"),
-        (["--set", "distributed.enabled=false"], "distributed.enabled", False),
-        (["--set", "model.model_name_or_path=null"], "model.model_name_or_path", None),
-    ],
-)
-def test_values_as_they_are_typed(
-    words: list[str], path: str, value: object, muster: Muster
-) -> None:
-    done = muster("config", "show", "--json", *words)
-    assert done.code == 0
-    assert json.loads(done.out)[path]["value"] == value
-
-
-@pytest.mark.parametrize(
-    ("line", "place"),
-    [
-        ("--set nonsense=1", "--set nonsense:"),
-        ("--set distributed.num_gpu=2", "--set distributed.num_gpu:"),
-        ("--set model=Qwen/Qwen2.5-7B", "--set model:"),
-        ("--set experiment_name=", "--set experiment_name:"),
-        ("--num-gpus two", "--num-gpus:"),
-        ("--num-gpus 2 --gpu-ids 0,1,2", "--num-gpus:"),
-        ("--config confg.yaml", "confg.yaml:"),
-    ],
-)
-def test_show_refuses_what_is_wrong(
-    line: str, place: str, muster: Muster, config: Path, snapshot: SnapshotAssertion
-) -> None:
-    done = muster("config", "show", *line.split())
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"failure  {place} ")
-    assert done.err == snapshot
-
-
-def test_set_without_a_value_is_wrong_usage(muster: Muster, snapshot: SnapshotAssertion) -> None:
-    done = muster("config", "show", "--set", "nonsense")
-    assert (done.code, done.out) == (2, "")
-    complaint = done.err.splitlines()[-1]
-    assert "argument --set: 'nonsense'" in complaint
-    assert complaint == snapshot
-
-
-def test_an_unknown_variable_is_refused_and_that_of_the_claims_is_not(
-    muster: Muster, snapshot: SnapshotAssertion
-) -> None:
-    env = {"TORCHMUSTER_CLAIMS_DIR": "/x", "TORCHMUSTER_NUM_GPUS": "2"}
-    done = muster("config", "show", env=env)
-    assert (done.code, done.out) == (2, "")
-    assert "$TORCHMUSTER_NUM_GPUS:" in done.err
-    assert "CLAIMS_DIR" not in done.err
-    assert done.err == snapshot
-
-
 @pytest.mark.parametrize("how", [[], ["--json"]])
 def test_what_looks_like_a_secret_is_not_shown(how: list[str], muster: Muster) -> None:
     words = ["--set", f"experiment_name={TOKEN}", "--set", f"model.model_name_or_path=x {TOKEN}"]
@@ -163,38 +79,10 @@ def test_what_looks_like_a_secret_is_not_shown(how: list[str], muster: Muster) -
     assert TOKEN not in done.out
 
 
-def test_a_secret_is_not_shown_in_a_refusal_either(muster: Muster) -> None:
-    done = muster("config", "show", "--set", f"hub_token={TOKEN}", "--num-gpus", TOKEN)
-    assert done.code == 2
-    assert "--set hub_token:" in done.err
-    assert TOKEN not in done.err
-
-
-def test_no_setting_is_named_like_a_secret() -> None:
-    """Once one is, a test that ``config show`` hides it has to stand here instead."""
-    assert [path for path in fields.leaves() if is_secret_name(path)] == []
-
-
 def test_check_of_a_good_file(muster: Muster, config: Path) -> None:
     done = muster("config", "check", "config.yaml")
     assert (done.code, done.err) == (0, "")
     assert done.out == f"config.yaml: valid, 3 of {len(fields.leaves())} settings given\n"
-
-
-def test_check_of_a_good_file_as_json(muster: Muster, config: Path) -> None:
-    done = muster("config", "check", "config.yaml", "--json")
-    assert (done.code, done.err) == (0, "")
-    assert json.loads(done.out) == {
-        "file": "config.yaml",
-        "given": 3,
-        "of": len(fields.leaves()),
-        "findings": [],
-    }
-
-
-def test_check_looks_at_the_file_alone(muster: Muster, config: Path) -> None:
-    done = muster("config", "check", "config.yaml", env={"TORCHMUSTER_DISTRIBUTED_NUM_GPUS": "x"})
-    assert done.code == 0
 
 
 def test_check_of_a_bad_file_reports_every_mistake(
@@ -232,43 +120,12 @@ def test_errors_as_json_are_findings_on_stdout(
     assert "distributed.num_gpus" in found[0]["fix"]
 
 
-def test_check_of_a_missing_file(muster: Muster, snapshot: SnapshotAssertion) -> None:
-    done = muster("config", "check", "nowhere.yaml")
-    assert (done.code, done.out) == (2, "")
-    assert "nowhere.yaml:" in done.err
-    assert done.err == snapshot
-
-
-def test_schema_is_one_json_document(muster: Muster) -> None:
-    done = muster("config", "schema")
-    assert (done.code, done.err) == (0, "")
-    schema = json.loads(done.out)
-    assert schema["title"] == "torchmuster settings"
-    assert set(schema["$defs"]) == {
-        *("Settings", "Distributed", "Launch", "Model", "Data", "Train", "Checkpoint", "Metrics")
-    }
-
-
-@pytest.mark.parametrize("line", ["config check", "config show -- x", "config show x"])
-def test_wrong_usage(line: str, muster: Muster, snapshot: SnapshotAssertion) -> None:
-    done = muster(*line.split())
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("usage: muster")
-    assert done.err.splitlines()[-1] == snapshot
-
-
 def test_an_unknown_command_is_refused_with_the_nearest_one(muster: Muster) -> None:
     done = muster("frobnicate")
     assert (done.code, done.out) == (2, "")
     complaint = done.err.splitlines()[-1]
     assert "there is no command 'frobnicate'" in complaint
     assert "did you mean train?" in muster("trian").err
-
-
-def test_a_text_of_any_script_is_shown_in_any_locale(muster: Muster) -> None:
-    for env in ({"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8"}):
-        done = muster("config", "show", "--json", "--set", "experiment_name=größer 日本", env=env)
-        assert json.loads(done.out)["experiment_name"]["value"] == "größer 日本"
 
 
 @pytest.mark.parametrize("words", [(), ("lab",), ("config",), ("checkpoint",), ("bench",)])

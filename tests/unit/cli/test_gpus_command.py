@@ -2,14 +2,9 @@
 
 import json
 import os
-import pty
 import re
-import select
-import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +12,10 @@ import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from muster_command import Muster, Stubs, muster_argv
+from muster_command import Muster, muster_argv
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
-from torchmuster.cli import gpus
-from torchmuster.cli.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -61,20 +54,6 @@ def test_the_table_tells_who_uses_what(
     assert result.out.splitlines()[-1] == snapshot
 
 
-@pytest.mark.parametrize("width", ["80", "100", "200"])
-@pytest.mark.parametrize(
-    "scenario", ["eight_a100", "mixed_consumer", "mig", "one_failing", "sixty_four", "no_gpus"]
-)
-def test_the_table_fits_every_terminal(
-    machine: Machine, muster: Muster, scenario: str, width: str
-) -> None:
-    machine(getattr(scenarios, scenario)())
-    result = muster("gpus", env={"COLUMNS": width})
-    assert result.err == ""
-    table = [line for line in result.out.splitlines() if "GiB" in line]
-    assert all(len(line) <= int(width) for line in table)
-
-
 def test_a_gpu_that_is_lost_is_a_failure_with_its_fix(
     machine: Machine, muster: Muster, snapshot: SnapshotAssertion
 ) -> None:
@@ -108,38 +87,6 @@ def test_json_has_everything(machine: Machine, muster: Muster) -> None:
     assert node["findings"] == []
 
 
-def test_idle_holders_are_named_with_their_minutes(machine: Machine, muster: Muster) -> None:
-    # C7: the record says when this process was last seen working; it has done little since.
-    machine(own_process(scenarios.eight_a100_idle(), 0))
-    muster("gpus")
-    (record,) = (Path(os.environ["XDG_STATE_HOME"]) / "torchmuster").iterdir()
-    stored = json.loads(record.read_text())
-    (key,) = stored
-    long_ago = time.time() - 42 * 60 - 30
-    stored[key] |= {"seen_unix_s": long_ago, "active_unix_s": long_ago}
-    record.write_text(json.dumps(stored))
-    # A busy machine may take longer than the half minute that is left of the 42nd.
-    assert re.search("idle 4[23] min", muster("gpus", env={"COLUMNS": "140"}).out)
-
-
-def test_every_rank_on_gpu_0_is_recognized(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
-) -> None:
-    # C6: ranks that touched CUDA before choosing their device all hold a context on GPU 0.
-    scenario = scenarios.eight_a100_idle()
-    ranks = [4_300_000 + rank for rank in range(8)]
-    for rank, pid in enumerate(ranks):
-        work = {"pid": pid, "memory": 30 * 2**30, "type": "compute"}
-        scenario["devices"][rank]["processes"] = [work]
-    stray = [{"pid": pid, "memory": 500 * 2**20, "type": "compute"} for pid in ranks[1:]]
-    scenario["devices"][0]["processes"] += stray
-    machine(scenario)
-    (found,) = json.loads(muster("gpus", "--json").out)["findings"]
-    assert found["status"] == "warning"
-    assert "torch.cuda.set_device(local_rank)" in found["fix"]
-    assert found == snapshot
-
-
 def test_a_claim_is_shown_with_its_command(machine: Machine, muster: Muster) -> None:
     machine(scenarios.eight_a100_idle())
     words = ["gpus", "pick", "--num-gpus", "2", "--", *muster_argv(["gpus", "--json"])]
@@ -158,6 +105,7 @@ def test_pick_prints_uuids_for_the_shell_and_the_reason_beside(
     assert result.out == f"{scenarios.gpu_uuid(6)},{scenarios.gpu_uuid(7)}\n"
     assert "GPUs 6, 7" in result.err
     assert result.err == snapshot
+    assert not Path(os.environ["TORCHMUSTER_CLAIMS_DIR"]).exists()  # a look takes no lock
 
 
 def test_pick_json(machine: Machine, muster: Muster, snapshot: SnapshotAssertion) -> None:
@@ -178,23 +126,6 @@ def test_pick_becomes_the_command(machine: Machine, muster: Muster) -> None:
     assert arguments == "-- -v"
 
 
-def test_two_at_once_get_different_gpus(machine: Machine, muster: Muster) -> None:
-    machine(scenarios.eight_a100_idle())
-    with subprocess.Popen(
-        muster_argv(["gpus", "pick", "--num-gpus", "4", "--", "cat"]),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as first:
-        assert first.stderr is not None
-        assert "GPUs 0-3" in first.stderr.readline()
-        second = muster("gpus", "pick", "--num-gpus", "4", "--json")
-        numbers = [one["number"] for one in json.loads(second.out)["devices"]]
-        assert numbers == ["4", "5", "6", "7"]
-        first.kill()
-
-
 def test_waiting_says_at_once_what_is_in_the_way(machine: Machine, muster: Muster) -> None:
     machine(own_process(scenarios.eight_a100_idle(), 0))
     words = ["gpus", "pick", "--gpu-ids", "0", "--wait"]
@@ -212,22 +143,6 @@ def _user() -> str:
     import getpass
 
     return getpass.getuser()
-
-
-def test_waiting_ends_when_the_other_process_does(machine: Machine, muster: Muster) -> None:
-    machine(own_process(scenarios.eight_a100_idle(), 0))
-    with subprocess.Popen(
-        muster_argv(["gpus", "pick", "--gpu-ids", "0", "--wait"]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as waiter:
-        assert waiter.stderr is not None
-        assert "waiting for GPU 0" in waiter.stderr.readline()
-        machine(scenarios.eight_a100_idle())  # the process on GPU 0 ends
-        out, _ = waiter.communicate(timeout=GIVE_UP_S)
-        assert out.strip() == scenarios.gpu_uuid(0)
-        assert waiter.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -264,43 +179,11 @@ def test_a_refusal_is_json_where_json_was_asked_for(machine: Machine, muster: Mu
     assert finding["fix"] == "request 8 GPUs: --num-gpus 8"
 
 
-def test_an_old_driver_is_read_as_far_as_it_goes(
-    machine: Machine, muster: Muster, stubs: Stubs
-) -> None:
-    machine(scenarios.eight_a100())
-    result = muster("gpus", "--json", env={"LD_LIBRARY_PATH": str(stubs.old_driver)})
-    assert result.code == 0
-    first = json.loads(result.out)["accelerators"][0]
-    assert first["temperature_c"] is not None
-    assert first["processes"]
-
-
 def test_the_command_gets_its_signals_as_they_should_be(machine: Machine, muster: Muster) -> None:
     machine(scenarios.eight_a100_idle())
     result = muster("gpus", "pick", "--", "bash", "-c", "yes | head -1; echo ${PIPESTATUS[@]}")
     assert result.out == "y\n141 0\n"
     assert "Broken pipe" not in result.err
-
-
-def test_a_sweep_within_a_claim_uses_each_gpu_once(machine: Machine, muster: Muster) -> None:
-    machine(scenarios.eight_a100_idle())
-    pick = " ".join(muster_argv(["gpus", "pick", "--wait=20s", "--"]))
-    job = """sh -c 'echo $CUDA_VISIBLE_DEVICES; while [ ! -e go ]; do :; done'"""
-    script = f"for i in 1 2; do {pick} {job} 2>/dev/null & done; wait -n; wait"
-    watch = "while [ $(wc -l < out) -lt 2 ]; do :; done; touch go"
-    result = muster(
-        "gpus",
-        "pick",
-        "--num-gpus",
-        "2",
-        "--",
-        "bash",
-        "-c",
-        f": > out; ({script}) > out & {watch}; wait",
-    )
-    assert result.code == 0
-    lines = (Path(os.environ["XDG_STATE_HOME"]).parent / "out").read_text().split()
-    assert sorted(lines) == sorted([scenarios.gpu_uuid(0), scenarios.gpu_uuid(1)])
 
 
 def test_a_broken_driver_is_named_where_gpus_are_asked_for(
@@ -313,111 +196,11 @@ def test_a_broken_driver_is_named_where_gpus_are_asked_for(
     assert hostless(result.err) == snapshot
 
 
-def test_a_terminal_that_is_not_utf_8_is_no_error(machine: Machine, muster: Muster) -> None:
-    machine(scenarios.one_failing())
-    result = muster("gpus", env={"PYTHONIOENCODING": "ascii"})
-    assert result.code == 1
-    assert "does not answer" in result.out
-
-
-def test_a_full_disk_is_told_in_a_sentence(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    machine(scenarios.eight_a100_idle())
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            muster_argv(["gpus", "--json"]), stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert done.returncode == 1
-    assert "No space left on device" in done.stderr
-    assert done.stderr == snapshot
-
-
-def test_an_error_of_our_own_is_not_called_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden() -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(gpus, "_devices_here", forbidden)
-    with pytest.raises(PermissionError):
-        main(["gpus"])
-
-
-def test_a_narrow_terminal_still_says_who(machine: Machine, muster: Muster) -> None:
-    machine(own_process(scenarios.eight_a100_idle(), 0))
-    rows = muster("gpus", env={"COLUMNS": "50"}).out.partition("GPU  name")[2].splitlines()
-    assert rows[0].split() == ["memory", "used", "by"]
-    assert _user()[:4] in rows[1]
-    assert rows[2].rstrip().endswith("free")
-
-
 def test_all_hidden_is_said_and_not_waited_for(machine: Machine, muster: Muster) -> None:
     machine(scenarios.eight_a100_idle())
     result = muster("gpus", env={"CUDA_VISIBLE_DEVICES": ""})
     assert 'hidden by CUDA_VISIBLE_DEVICES=""' in result.out
     assert "--wait" not in result.out
-
-
-def test_ids_are_taken_in_their_order(machine: Machine, muster: Muster) -> None:
-    machine(scenarios.eight_a100_idle())
-    answer = json.loads(muster("gpus", "pick", "--json", "--gpu-ids", "5,2").out)
-    assert [one["number"] for one in answer["devices"]] == ["5", "2"]
-
-
-def test_watch_without_a_terminal_prints_one_look_below_the_other(machine: Machine) -> None:
-    machine(scenarios.eight_a100_idle())
-    with subprocess.Popen(
-        muster_argv(["gpus", "--watch"]), stdout=subprocess.PIPE, text=True
-    ) as watcher:
-        assert watcher.stdout is not None
-        headlines = 0
-        while headlines < 3:
-            headlines += "8 GPUs, 8 free" in watcher.stdout.readline()
-        watcher.kill()
-
-
-def test_watch_redraws_until_ctrl_c(machine: Machine, own_machine: Path) -> None:
-    machine(scenarios.eight_a100_idle())
-    master, slave = pty.openpty()
-    watcher = subprocess.Popen(
-        muster_argv(["gpus", "--watch"]),
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "COLUMNS": "120", "LINES": "30", "TERM": "xterm-256color"},
-        start_new_session=True,
-    )
-    try:
-        assert "8 free" in _read_until(master, "8 free")
-        machine(scenarios.eight_a100())
-        assert "2 free" in _read_until(master, "2 free")
-        watcher.send_signal(signal.SIGINT)
-        assert "Traceback" not in _read_to_the_end(master, watcher)
-        assert watcher.returncode == 130
-    finally:
-        watcher.kill()
-        watcher.wait()
-        os.close(slave)
-        os.close(master)
-
-
-def _read_until(terminal: int, text: str) -> str:
-    seen = ""
-    deadline = time.monotonic() + GIVE_UP_S
-    while text not in seen and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.5)[0]:
-            seen += os.read(terminal, 65536).decode(errors="replace")
-    return seen
-
-
-def _read_to_the_end(terminal: int, watcher: "subprocess.Popen[bytes]") -> str:
-    """Read all that comes until the watcher has ended: on a terminal that is full it could not."""
-    seen = ""
-    deadline = time.monotonic() + GIVE_UP_S
-    while True:
-        has_ended = watcher.poll() is not None
-        while select.select([terminal], [], [], 0.05)[0]:
-            seen += os.read(terminal, 65536).decode(errors="replace")
-        if has_ended:
-            return seen
-        assert time.monotonic() < deadline, seen
 
 
 def test_a_reader_that_goes_away_is_no_error(machine: Machine) -> None:
@@ -442,11 +225,3 @@ def test_completion_scripts_know_the_commands(muster: Muster, tmp_path: Path) ->
     probe = f"source completion.bash; {words}; _shtab_muster muster --min-f pick; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", probe], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == "--min-free"
-
-
-def test_the_installed_command_is_the_same(tmp_path: Path) -> None:
-    installed = Path(sys.executable).parent / "muster"
-    done = subprocess.run([installed, "--version"], capture_output=True, text=True, cwd=tmp_path)
-    from torchmuster import __version__
-
-    assert done.stdout == f"muster {__version__}\n"

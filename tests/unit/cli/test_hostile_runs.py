@@ -20,7 +20,6 @@ from torchmuster.runfolder import RunFolder, create_run_folder
 pytestmark = pytest.mark.slow
 
 DEEP = b"[" * 100_000
-ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 MOST_MEMORY_BYTES = 400 * 2**20  # of address space, beyond what an empty folder needs
 GIB = 2**30
 
@@ -53,7 +52,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "objects-in-lists": content(b'{"event": [{}], "at_unix_s": 2e9, "step": {"a": 1}}\n'),
     "lists-in-fields": content(
         b'{"phase": ["running"], "since_unix_s": 2e9, "started_unix_s": 2e9, "command": [1, {}], "folder": [],'
-        b' "hosts": [[]], "launcher": {"host": [], "pid": "x", "created_unix_s": []}, "token": [], "grace_s": 1,'
+        b' "hosts": [[]], "launcher": {"host": [], "pid": "x", "start_s": []}, "token": [], "grace_s": 1,'
         b' "slurm_job": {}, "typed": [[1]], "flags": [{}]}\n'
     ),
 }
@@ -176,14 +175,14 @@ def test_pipes_in_a_failed_run_are_not_waited_for(tmp_path: Path) -> None:
         script = run.path / "script.py"
         for path in (run.config, run.console, run.rank_log(0), script):
             fifo(path)
-        launcher = {"host": os.uname().nodename, "pid": 2**22 + 1, "created_unix_s": 1.0}
+        launcher = {"host": os.uname().nodename, "pid": 2**22 + 1, "start_s": 1.0}
         job: dict[str, object] = {
             "command": [script.name],
             "folder": str(run.path),
             "hosts": [],
             "token": "",
         }
-        job |= {"launcher": launcher | {"start_ticks": 1}, "grace_s": 1, "slurm_job": None}
+        job |= {"launcher": launcher, "grace_s": 1, "slurm_job": None}
         run.job.write_text(json.dumps(job))
         saved = {"at_unix_s": 1.0, "step": 1, "path": str(run.path), "library": "transformers"}
         (run.metrics / "saves.jsonl").write_text(json.dumps(saved | {"files": 1}) + "\n")
@@ -230,7 +229,7 @@ def steering_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.marker.write_text(json.dumps({"id": run.id, "name": text}))
     state = {"phase": "failed", "since_unix_s": now, "started_unix_s": now - 5, "headline": text}
     run.state.write_text(json.dumps(state))
-    launcher = {"host": text, "pid": 1, "created_unix_s": 1.0, "start_ticks": 1}
+    launcher = {"host": text, "pid": 1, "start_s": 1.0}
     job = {"command": [text], "folder": text, "hosts": [text], "launcher": launcher, "token": ""}
     run.job.write_text(json.dumps({**job, "grace_s": 1, "slurm_job": None, "typed": [text]}))
     run.console.write_text(f"{text}\n{text}")

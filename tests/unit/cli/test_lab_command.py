@@ -1,6 +1,6 @@
 """``muster lab list`` and ``start``, and what all of its actions refuse; no torch."""
 
-import json
+import os
 from pathlib import Path
 
 from syrupy.assertion import SnapshotAssertion
@@ -12,7 +12,7 @@ from torchmuster.labs.workspace import Grade, Workspace
 
 def _reached(root: Path, name: str, points: int) -> Workspace:
     started = workspace.start_workspace(lesson.lesson(name), root)
-    started.keep(Grade(of=started.fingerprint(), points=points, verdicts=()))
+    started.keep(Grade(points=points, verdicts=()))
     return started
 
 
@@ -23,30 +23,13 @@ def test_the_list_shows_points_and_how_far_one_is(
     _reached(root, "gpu-basics", 20)
     _reached(root, "mixed-precision", 15)
     changed = _reached(root, "distributed", 25)
-    changed.file.write_text("pass\n")
+    os.utime(changed.folder / "grade.json", (1000, 1000))
     workspace.start_workspace(lesson.lesson("memory"), root)
     done = muster("lab", "list")
     assert done.code == 0
     assert done.out == snapshot
     _reached(root, "pipeline", 10)
     assert muster("lab", "list").out.splitlines()[-1] == snapshot
-    listed = json.loads(muster("lab", "list", "--json").out)
-    assert [one["name"] for one in listed] == list(lesson.NAMES)
-    assert [(one["state"], one["points"]) for one in listed[2:6]] == [
-        ("done", 20),
-        ("checked", 15),
-        ("changed", 25),
-        ("not checked", 0),
-    ]
-    assert listed[4] == {
-        "name": "distributed",
-        "title": lesson.lesson("distributed").content.title,
-        "points": 25,
-        "of": 25,
-        "counts": True,
-        "state": "changed",
-        "folder": "labs/distributed",
-    }
 
 
 def test_a_lab_is_started_in_a_folder_of_ones_choice(
@@ -61,12 +44,6 @@ def test_a_lab_is_started_in_a_folder_of_ones_choice(
     again = muster("lab", "start", "ddp", "--labs", "course")
     assert again.code == 2
     assert again.err == snapshot
-
-
-def test_a_solution_is_printed_and_starts_nothing(muster: Muster, own_machine: Path) -> None:
-    done = muster("lab", "start", "memory", "--solution")
-    assert (done.code, done.out) == (0, lesson.lesson("memory").solution())
-    assert not (own_machine / "labs").exists()
 
 
 def test_what_cannot_be_is_refused(muster: Muster, snapshot: SnapshotAssertion) -> None:

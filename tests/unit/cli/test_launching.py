@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.cli import check, jobs, launching
+from torchmuster.cli import jobs, launching
 from torchmuster.cli.launch_options import RunOptions
 from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.layers import Flag
@@ -20,10 +20,10 @@ class Launcher:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.grace_s: list[float] = []
-        monkeypatch.setattr(launcher, "launch", self.launch)
+        monkeypatch.setattr(launcher, "run_task", self.run_task)
 
-    def launch(self, job: object, *_: object, **__: object) -> int:
-        spec = job.spec  # type: ignore[attr-defined]
+    def run_task(self, task: object, *_: object, **__: object) -> int:
+        spec = task.spec  # type: ignore[attr-defined]
         self.grace_s.append(spec.limits.grace_s)
         return 0
 
@@ -51,10 +51,3 @@ def test_a_scheduler_shortens_only_a_grace_period_that_is_not_set(
     run = create_run_folder(tmp_path / "runs", "x")
     launching.launch(options, spec, LocalTransport("here"), run, resolved)
     assert taken.grace_s == [grace_s]
-
-
-def test_ranks_of_a_check_have_nothing_to_save(taken: Launcher, tmp_path: Path) -> None:
-    spec = JobSpec(name="check", command=("x.py",), folder=str(tmp_path))
-    run = create_run_folder(tmp_path / "runs", "check")
-    check.examine(spec, LocalTransport("here"), run, quick=True)
-    assert taken.grace_s == [check.GRACE_S]

@@ -37,7 +37,7 @@ def run_options(*words: str) -> RunOptions:
         ("--name x.py --dry-run train.py a.py", "--name=x.py --dry-run", "train.py a.py"),
         ("--hosts a,b:2 train.py", "--hosts=a,b:2", "train.py"),
         ("--nproc_per_node 2 train", "--nproc_per_node=2", "train"),
-        ("--wait train.py", "--wait=forever", "train.py"),
+        ("--wait train.py", "--wait", "train.py"),
         ("--wait=10m 10.py", "--wait=10m", "10.py"),
         ("--resume-with --from train.py", "--resume-with=--from", "train.py"),
         ("--ranks 2", "--ranks=2", ""),
@@ -131,10 +131,12 @@ def test_a_silence_shorter_than_two_heartbeats_is_refused() -> None:
 
 
 def test_spares_and_fewer_hosts_need_restarts() -> None:
-    assert jobs.for_hosts(SPEC, None, 3).max_restarts == jobs.USUAL_RESTARTS
-    assert jobs.for_hosts(dataclasses.replace(SPEC, max_restarts=7), None, 3).max_restarts == 7
-    assert jobs.for_hosts(dataclasses.replace(SPEC, spares=0), None, 1).max_restarts == 0
-    elastic = jobs.for_hosts(SPEC, NodeCounts(least=2, most=4), 6)
+    assert jobs.with_host_counts(SPEC, None, 3).max_restarts == jobs.USUAL_RESTARTS
+    assert (
+        jobs.with_host_counts(dataclasses.replace(SPEC, max_restarts=7), None, 3).max_restarts == 7
+    )
+    assert jobs.with_host_counts(dataclasses.replace(SPEC, spares=0), None, 1).max_restarts == 0
+    elastic = jobs.with_host_counts(SPEC, NodeCounts(least=2, most=4), 6)
     assert (elastic.min_nodes, elastic.spares, elastic.max_restarts) == (2, 2, 3)
 
 
@@ -150,7 +152,7 @@ def test_counts_of_hosts_that_do_not_fit_are_refused(
     nodes: NodeCounts | None, hosts: int, fix: str
 ) -> None:
     with pytest.raises(Impossible) as caught:
-        jobs.for_hosts(SPEC, nodes, hosts)
+        jobs.with_host_counts(SPEC, nodes, hosts)
     assert fix in caught.value.fix
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.history.run_state import Launcher, _start_ticks
+from torchmuster.launch.history.run_state import Launcher, _start_s
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 from torchmuster.runfolder import RunFolder, create_run_folder
 
@@ -113,8 +113,7 @@ def a_run_of(
     launcher = Launcher(
         host=launcher.host,
         pid=process.pid if process else 2**22 + 1,
-        created_unix_s=process.create_time() if process else 1.0,
-        start_ticks=_start_ticks(process.pid) if process else 1,
+        start_s=_start_s(process.pid) if process else 1.0,
     )
     job = {
         "command": ["train.py"],

@@ -118,11 +118,13 @@ def test_on_the_cpu_of_this_machine_the_line_has_its_ranks(
         found = hardware(cards=ranks or 1)
         return dataclasses.replace(found, card=dataclasses.replace(found.card, kind="cpu"))
 
-    monkeypatch.setattr(here, "hardware_from_settings", of_settings)
+    monkeypatch.setattr(here, "hardware_here", of_settings)
     assert plan(*MODEL, "--ranks", "2") == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert "muster train --device cpu --ranks 2 " in line
     assert "train.precision=fp32" in line
+    with pytest.raises(Impossible, match="--find-batch-size needs a GPU"):
+        plan(*MODEL, "--ranks", "2", "--find-batch-size")
 
 
 def test_what_cannot_be_had_is_refused_before_anything_is_traced(
@@ -223,18 +225,6 @@ def test_a_plan_for_named_gpus_is_one_that_train_takes(
     assert plan(*MODEL, "--config", "c.yaml", "--hardware", "8xH100", "--write", "plan.yaml") == 0
     distributed = resolve_settings(file=tmp_path / "plan.yaml").settings.distributed
     assert (distributed.num_gpus, distributed.gpu_ids) == (8, None)
-
-
-def test_hosts_that_a_plan_does_not_look_at_are_told(
-    plan: Plan, capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion
-) -> None:
-    hosts = ("--set", "launch.hosts=[a, b]", "--json")
-    assert plan(*MODEL, "--hardware", "8xH100", *hosts) == 0
-    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    assert found["other-machines"]["fix"].startswith("--hardware 2x8xH100")
-    assert found["other-machines"] == snapshot
-    assert plan(*MODEL, "--hardware", "2x8xH100", *hosts) == 0
-    assert "other-machines" not in capsys.readouterr().out
 
 
 def test_transformers_is_missed_before_a_trace(

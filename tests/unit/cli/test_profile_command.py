@@ -32,8 +32,6 @@ def script(tmp_path: Path) -> str:
     [
         (["--steps", "3:4", "train.py"], "'3:4' is not a valid range of steps"),
         (["--steps", "20:10", "train.py"], "'20:10' is not a valid range of steps"),
-        (["--on-ranks", "a", "train.py"], "'a' is not a list of ranks"),
-        (["--ranks", "2", "--on-ranks", "2", "train.py"], "a trace of rank 2 was requested"),
         (["--config", "x.yaml", "train.py"], "a settings file and a script were both given"),
         (["--device", "gpu", "train.py"], "1 ranks on GPUs requested"),
         (["other.py"], "there is no script 'other.py'"),

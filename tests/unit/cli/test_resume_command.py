@@ -49,7 +49,7 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
     run_state.write_job(run, spec)
     if phase != "running":  # then it was launched by a process that is no more
         job = json.loads(run.job.read_text())
-        gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "created_unix_s": 1.0}
+        gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "start_s": 1.0}
         run.job.write_text(json.dumps({**job, "launcher": gone}))
     state = {"phase": phase, "since_unix_s": time.time(), "started_unix_s": time.time()}
     run.state.write_text(json.dumps(state))
@@ -99,15 +99,6 @@ def test_it_goes_on_in_its_folder_with_its_settings_device_and_ranks(
     assert (json.loads(fewer.out)["hosts"][0]["ranks"], fewer.err) == (2, "")
 
 
-def test_the_webhook_of_a_resumed_run_is_checked_before_it_starts(
-    resume: Resume, own_machine: Path
-) -> None:
-    made(own_machine, "stopped")
-    done = resume("last", "--dry-run", "--webhook", "file:///etc/passwd")
-    assert done.code == 2
-    assert "--webhook: the address is not an http" in done.err
-
-
 def test_a_relative_folder_means_the_one_that_the_run_began_in(
     muster: Muster, own_machine: Path
 ) -> None:
@@ -130,6 +121,8 @@ def test_a_run_that_has_finished_says_so(
     assert done.code == 0
     assert f"muster train --resume {run.id} --set train.steps=…\n" in done.err
     assert done.err == snapshot
+    longer = resume("last", "--set", "train.steps=20", "--dry-run", "--json")
+    assert "train.steps=20" in json.loads(longer.out)["command"]
 
 
 @pytest.mark.parametrize(

@@ -65,45 +65,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     assert result.err == snapshot
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (["--ranks", "0", "train.py"], "argument --ranks: '0'"),
-        (["--ranks", "-2", "train.py"], "argument --ranks: '-2'"),
-        (["--wait=5x", "train.py"], "argument --wait: "),
-        (["--lr", "1", "train.py"], "unrecognized arguments: --lr"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_flag_that_is_not_understood_is_named(
-    run: Run, words: list[str], flag: str, snapshot: SnapshotAssertion
-) -> None:
-    result = run(*words)
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("usage: muster")
-    complaint = result.err.splitlines()[-1]
-    assert flag in complaint
-    assert complaint == snapshot
-    assert "invalid choice: 'tpu'" in run("--device", "tpu", "train.py").err
-
-
-def test_complaints_under_another_command_speak_of_that_command(
-    muster: Muster, snapshot: SnapshotAssertion
-) -> None:
-    result = muster("train", "q.yaml")
-    assert result.code == 2
-    assert "--config q.yaml" in result.err
-    assert result.err.splitlines()[-1] == snapshot
-    assert "q.yaml;" not in muster("train", "--nope").err
-
-
-def test_json_is_for_the_dry_run(run: Run) -> None:
-    result = run("--json", "train.py")
-    assert result.code == 2
-    (finding,) = json.loads(result.out)["findings"]
-    assert finding["what"] == "--json works only with --dry-run"
-
-
 def plan(result: Result) -> dict[str, Any]:
     assert result.code == 0, result
     told: dict[str, Any] = json.loads(result.out)
@@ -158,14 +119,6 @@ def test_a_dry_run_on_gpus_names_them_and_claims_none(
     assert muster("gpus", "pick", "--num-gpus", "8").code == 0
 
 
-@pytest.mark.parametrize("flags", [["--num-gpus", "9"], ["--gpu-ids", "0,8"]])
-def test_more_than_there_is_cannot_be_had(run: Run, machine: Machine, flags: list[str]) -> None:
-    machine(scenarios.eight_a100_idle())
-    result = run("--dry-run", *flags, "train.py")
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("failure  ")
-
-
 def test_settings_from_a_file_and_the_environment(run: Run, own_machine: Path) -> None:
     (own_machine / "config.yaml").write_text(
         "launch:\n  hosts: [a, 'b:2']\n  max_restarts: 1\n  remote_python: /opt/py\n"
@@ -180,22 +133,3 @@ def test_settings_from_a_file_and_the_environment(run: Run, own_machine: Path) -
     assert told["max_restarts"] == 4
     told = plan(run("--hosts", "e", *words, env=stronger))
     assert [one["host"] for one in told["hosts"]] == ["e"]
-
-
-def test_an_unknown_variable_of_the_product_is_a_mistake(
-    run: Run, snapshot: SnapshotAssertion
-) -> None:
-    result = run("--dry-run", "train.py", env={"TORCHMUSTER_LAUNCH_HOST": "a"})
-    assert result.code == 2
-    assert "TORCHMUSTER_LAUNCH_HOSTS" in result.err
-    assert result.err == snapshot
-
-
-def test_help_explains_every_flag(muster: Muster) -> None:
-    shown = muster("run", "--help")
-    assert shown.code == 0
-    flags = ("--ranks N", "--wait [DURATION]", "--detach", "--dry-run", "--env")
-    for flag in flags:
-        assert flag in shown.out
-    assert "stray" not in shown.out
-    assert max(map(len, shown.out.splitlines())) <= 100

@@ -68,13 +68,6 @@ def test_ranks_get_the_given_settings_as_words_and_no_file(train: Train, own_mac
     ]
 
 
-def test_the_dry_run_for_people(train: Train) -> None:
-    done = train("--config", "c.yaml", "--device", "cpu", "--ranks", "2", "--dry-run")
-    assert done.code == 0
-    assert done.out.startswith("this host: 2 ranks\n")
-    assert "torchmuster.worker --set experiment_name=tiny --set distributed" in done.out
-
-
 def test_gpus_are_chosen_as_for_a_script(
     train: Train, machine: Callable[[Scenario], Path], own_machine: Path
 ) -> None:
@@ -100,17 +93,6 @@ def test_the_allocator_of_gpus_is_as_the_planner_has_it_unless_people_say_otherw
 ) -> None:
     done = train("--config", "c.yaml", *words, "--dry-run", "--json", env=theirs)
     assert json.loads(done.out)["environment"].get("PYTORCH_ALLOC_CONF") == found
-
-
-def test_device_map_counts_where_no_flag_does(train: Train) -> None:
-    assert "--device" in dry(train, "--set", "model.device_map=cpu")
-    assert "--device" in dry(train, "--set", "model.device_map=cuda", "--device", "cpu")
-
-
-def test_one_process_where_distributed_is_off(train: Train) -> None:
-    words = ("--set", "distributed.enabled=false", "--device", "cpu")
-    done = train("--config", "c.yaml", *words, "--dry-run")
-    assert done.out.startswith("this host: 1 rank\n")
 
 
 def test_without_settings_all_that_is_missing_is_said(

@@ -69,22 +69,6 @@ train:
     assert [line.replace(str(folder), "FOLDER") for line in found] == snapshot
 
 
-def test_a_sink_whose_library_is_missing_is_told_with_the_line_that_installs_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    (folder / "wandb").mkdir()  # W&B leaves such a folder where it worked; it is not the library
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    (folder / "c.yaml").write_text("metrics: {sinks: [tensorboard, wandb]}")
-    with pytest.raises(ConfigError) as refused:
-        check_here(resolve_settings(file=Path("c.yaml")))
-    assert [(one.where, one.fix) for one in refused.value.mistakes] == [
-        ("c.yaml:1:18", "pip install 'torchmuster[tensorboard]'"),
-        ("c.yaml:1:18", "pip install 'torchmuster[wandb]'"),
-    ]
-    assert [one.what for one in refused.value.mistakes] == snapshot
-
-
 @pytest.mark.parametrize(
     ("missing", "text", "extra"),
     [
@@ -105,18 +89,3 @@ def test_a_model_whose_libraries_are_missing_is_told_once_with_the_line_that_ins
         check_here(resolve_settings(file=Path("c.yaml")))
     assert [one.fix for one in refused.value.mistakes] == [f"pip install 'torchmuster[{extra}]'"]
     assert refused.value.exit_code == 2
-
-
-@pytest.mark.integrations
-def test_an_optimizer_whose_library_is_missing_is_told_with_the_line_that_installs_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert told(folder, "train: {optimizer: adamw_8bit}") == []
-    monkeypatch.setattr(sys, "path", [str(folder)])
-    for found in [one for one in sys.modules if one.startswith("bitsandbytes")]:
-        monkeypatch.delitem(sys.modules, found)
-    with pytest.raises(ConfigError) as refused:
-        check_here(resolve_settings(file=Path("c.yaml")))
-    [mistake] = refused.value.mistakes
-    assert "bitsandbytes" in mistake.what
-    assert mistake.fix == "pip install 'torchmuster[qlora]'"

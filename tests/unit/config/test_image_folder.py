@@ -40,11 +40,3 @@ def test_a_class_without_images_is_named_before_ranks_start(folder: Path) -> Non
     (mistake,) = error.value.mistakes
     assert "pics/fish" in mistake.what
     assert mistake.where.startswith("c.yaml:1")
-
-
-def test_a_folder_needs_two_classes(folder: Path) -> None:
-    (folder.parent / "one" / "cats").mkdir(parents=True)
-    with pytest.raises(Impossible, match="1 subfolder,"):
-        image_classes("one")
-    with pytest.raises(Impossible, match="not found"):
-        image_classes("nowhere")

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.config import fields
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import ConfigError
@@ -128,35 +127,6 @@ def test_unknown_keys_and_what_was_meant(
     assert found == snapshot
 
 
-def test_a_name_of_another_section_is_suggested_only_if_it_is_near() -> None:
-    known = {"model.lora", "train.steps"}
-    assert fields.suggest_name("data.format", known) == ""
-    assert fields.suggest_name("data.step", known) == "did you mean train.steps?"
-
-
-def test_of_equal_names_the_one_in_the_same_section_is_suggested() -> None:
-    known = ["first.enabled", "second.enabled"]
-    assert fields.suggest_name("first.enabld", known) == "did you mean first.enabled?"
-    assert fields.suggest_name("second.enabld", known) == "did you mean second.enabled?"
-
-
-def test_an_alias_is_reported_where_it_stands(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    text = "experiment_name: &name llama\ndistributed:\n  num_gpus: *name\n"
-    (found,) = mistakes(tmp_path, text)
-    assert places([found]) == [":3:3"]
-    assert found == snapshot
-
-
-def test_a_wrong_value_is_reported_even_where_a_stronger_one_counts(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("distributed: {num_gpus: 0}")
-    with pytest.raises(ConfigError) as caught:
-        resolve_settings(
-            file=path, flags=[Flag(flag="--num-gpus", path="distributed.num_gpus", text="2")]
-        )
-    assert [one.where for one in caught.value.mistakes] == [f"{path}:1:25"]
-
-
 def test_all_places_are_reported_together(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("modle: {}\n")
@@ -189,8 +159,3 @@ def test_a_secret_in_the_wrong_place_is_not_repeated(tmp_path: Path) -> None:
     (mistake,) = mistakes(tmp_path, f"model: {{torch_dtype: {token}}}")
     assert token not in mistake
     assert mistake.endswith(" '[redacted]'")
-
-
-def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
-    (mistake,) = mistakes(tmp_path, f"model: {{torch_dtype: {'x' * 5000}}}")
-    assert mistake.endswith(f" '{'x' * 59}…'")

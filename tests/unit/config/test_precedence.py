@@ -1,6 +1,5 @@
 """A flag wins over the environment, that over the file, that over the default: for every setting."""
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,6 @@ from msgspec import inspect
 from torchmuster.config import fields
 from torchmuster.config.layers import Flag, from_environment, variable_name
 from torchmuster.config.resolve import Resolved, resolve_settings
-from torchmuster.config.settings import Settings
 from torchmuster.errors import ConfigError
 
 PATHS = list(fields.leaves())
@@ -96,33 +94,6 @@ def test_the_strongest_place_counts(path: str, swapped: bool, tmp_path: Path) ->
     assert resolved(tmp_path, path, file=weak, flag=strong) == (strong_value, "--some-flag")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_every_setting_explains_itself(path: str) -> None:
-    leaf = fields.leaves()[path]
-    assert leaf.help.endswith(".")
-    assert len(leaf.help) > 15
-    assert fields.describe_field(path)
-
-
-def test_every_field_of_the_settings_is_a_leaf() -> None:
-    assert "experiment_name" in PATHS
-    for name, section in fields.sections().items():
-        inside = [path for path in PATHS if path.startswith(f"{name}.")]
-        assert inside == [f"{name}.{one.name}" for one in dataclasses.fields(section)]
-    own = [one.name for one in dataclasses.fields(Settings) if one.name not in fields.sections()]
-    assert [path for path in PATHS if "." not in path] == own
-
-
-def test_settings_cannot_be_changed() -> None:
-    settings = resolve_settings().settings
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.experiment_name = "x"  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.distributed.num_gpus = 2  # type: ignore[misc]
-    ids = resolve_settings(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": "0,2"}).settings
-    assert hash(ids) == hash(dataclasses.replace(ids))
-
-
 def test_the_last_of_several_equal_flags_counts() -> None:
     flags = [Flag(flag=f"--set {n}", path="distributed.num_gpus", text=str(n)) for n in (2, 4)]
     result = resolve_settings(flags=flags)
@@ -189,13 +160,6 @@ def test_num_gpus_and_gpu_ids_are_made_to_agree(
     assert mistake.what.startswith(f"distributed.num_gpus is {count}, ")
     assert f" 4 ({ids_where})" in mistake.what
     assert mistake.fix
-
-
-def test_a_count_left_empty_leaves_the_list_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("distributed: {num_gpus: null, gpu_ids: [1, 2]}")
-    settings = resolve_settings(file=path).settings.distributed
-    assert (settings.num_gpus, settings.gpu_ids) == (None, (1, 2))
 
 
 def from_variable(text: str) -> object:

@@ -1,7 +1,6 @@
 """What a settings file means: YAML 1.2's values, whatever valid settings are written."""
 
 import io
-import string
 from pathlib import Path
 
 import pytest
@@ -55,27 +54,6 @@ def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
     parsed = yaml12.parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
-
-
-def read(folder: Path, text: str) -> dict[str, object]:
-    path = folder / "c.yaml"
-    path.write_text(text, encoding="utf-8")
-    return resolve_settings(file=path).values()
-
-
-@pytest.mark.parametrize(
-    "name", ["no", "2026-01-01", "1e-5x", "12:30", "größer", "'1e-5'", '"a\\nb"']
-)
-def test_a_name_stays_the_text_it_is(name: str, tmp_path: Path) -> None:
-    plain = name.strip("'\"").replace("\\n", "\n")
-    assert read(tmp_path, f"experiment_name: {name}\n")["experiment_name"] == plain
-
-
-def test_gpu_ids_of_all_kinds_in_a_file(tmp_path: Path) -> None:
-    flow = "distributed: {gpu_ids: [0, 0:1, GPU-05, '7']}"
-    block = "distributed:\n  gpu_ids:\n  - 0\n  - 0:1\n  - GPU-05\n  - '7'\n"
-    for text in (flow, block):
-        assert read(tmp_path, text)["distributed.gpu_ids"] == (0, "0:1", "GPU-05", "7")
 
 
 def test_the_source_of_each_value_is_its_line_and_column(tmp_path: Path) -> None:
@@ -199,8 +177,3 @@ def test_any_gpu_ids_can_be_given_as_a_variable(ids: list[int | str]) -> None:
     for text in (",".join(map(str, ids)), f"[{', '.join(map(str, ids))}]"):
         result = resolve_settings(environment={"TORCHMUSTER_DISTRIBUTED_GPU_IDS": text})
         assert result.settings.distributed.gpu_ids == tuple(ids)
-
-
-def test_every_alphabet_letter_may_begin_a_name(tmp_path: Path) -> None:
-    for letter in string.ascii_letters:
-        assert read(tmp_path, f"experiment_name: {letter}")["experiment_name"] == letter

@@ -1,33 +1,17 @@
 """``--json``: plain types on every machine, and keys that programs rely on."""
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 
-from device_strategies import Situation, busy, claim, gpu, islands, node, situations, split
-from nvml_stub import scenarios
-from nvml_stub.scenarios import Scenario, gpu_uuid
-from torchmuster.devices import snapshot
+from device_strategies import Situation, busy, claim, gpu, node, situations, split
+from nvml_stub.scenarios import gpu_uuid
 from torchmuster.devices.as_json import node_as_json
 from torchmuster.devices.model import Ecc, Node
 from torchmuster.devices.request import Claim
 from torchmuster.devices.visibility import visible
-
-SCENARIOS: list[Callable[[], Scenario]] = [
-    scenarios.eight_a100,
-    scenarios.mixed_consumer,
-    scenarios.mig,
-    scenarios.one_failing,
-    scenarios.lost_at_handle,
-    scenarios.driver_mismatch,
-    scenarios.driver_not_loaded,
-    scenarios.no_gpus,
-    scenarios.sixty_four,
-]
 
 NODE = {
     "accelerators",
@@ -107,18 +91,6 @@ def assert_keys(read: Mapping[str, Any]) -> None:
     assert all(one.keys() == FINDING for one in read["findings"])
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_every_machine_can_be_written(
-    machine: Callable[[Scenario], Path], scenario: Callable[[], Scenario]
-) -> None:
-    machine(scenario())
-    taken = snapshot.take_snapshot()
-    read = as_json(taken)
-    assert_keys(read)
-    assert len(read["accelerators"]) == len(taken.accelerators)
-    assert len(read["findings"]) == len(taken.findings)
-
-
 @settings(max_examples=50, deadline=None)
 @given(situations())
 def test_any_snapshot_can_be_written(case: Situation) -> None:
@@ -144,19 +116,3 @@ def test_values_are_plain_and_complete() -> None:
     assert (slice_["number"], slice_["parent_uuid"]) == ("0:0", parent["uuid"])
     assert (slice_["claim"], slice_["in_use"]) == (None, False)
     assert (parent["visible"], slice_["visible"], taken["visible"]) == (False, True, True)
-
-
-def test_links_are_written_as_nvidia_smi_writes_them() -> None:
-    four = [gpu(index) for index in range(4)]
-    read = as_json(node(*four, links=islands(four, 2, lanes=12)))
-    assert read["links"][:2] == [
-        {"a": gpu_uuid(0), "b": gpu_uuid(1), "kind": "NV12", "lanes": 12},
-        {"a": gpu_uuid(0), "b": gpu_uuid(2), "kind": "SYS", "lanes": 0},
-    ]
-
-
-def test_hidden_devices_are_listed_with_what_hides_them() -> None:
-    read = as_json(node(gpu(0), gpu(1)), {"CUDA_VISIBLE_DEVICES": "1,x"})
-    assert [one["visible"] for one in read["accelerators"]] == [False, True]
-    assert [one["hidden_by"] for one in read["accelerators"]] == ["CUDA_VISIBLE_DEVICES=1,x", None]
-    assert [one["name"] for one in read["findings"]] == ["visible-devices-partly-ignored"]

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from device_strategies import (
-    A100,
-    RTX_4090,
     Situation,
     busy,
-    claim,
     emptied,
     gpu,
     integrated,
@@ -24,24 +21,21 @@ from device_strategies import (
     link,
     node,
     situations,
-    split,
 )
 from torchmuster.decision import Decision
-from torchmuster.devices import choose as refusal
 from torchmuster.devices.choose import choose_devices, device_load, set_strength
 from torchmuster.devices.identify import device_candidates
-from torchmuster.devices.model import Device, Link, LinkKind, Node
+from torchmuster.devices.model import Device, LinkKind, Node
 from torchmuster.devices.request import Claim, DeviceRequest, in_use_by, obstacle
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import (
     DevicesBusy,
     ExitCode,
-    Impossible,
     MusterError,
     NoSuchDevice,
     TooFewDevices,
 )
-from torchmuster.units import GiB, MiB
+from torchmuster.units import GiB
 
 Choice = Decision[tuple[Device, ...]]
 on_every_machine = settings(max_examples=150, deadline=None)
@@ -110,15 +104,6 @@ def test_no_less_loaded_device_is_passed_over(case: Situation) -> None:
         outside = set(eligible(case)) - set(result.value)
         heaviest = max(device_load(one) for one in result.value)
         assert all(device_load(one) >= heaviest for one in outside)
-
-
-def test_load_is_use_before_work_before_memory_and_ignores_noise() -> None:
-    idle = gpu(0, used_bytes=400 * MiB, utilization_percent=3)
-    assert device_load(idle) == device_load(gpu(1))
-    fuller = gpu(2, used_bytes=GiB)
-    working = gpu(3, utilization_percent=20)
-    used = replace(busy(gpu(4), "alice", used=0), utilization_percent=0)
-    assert device_load(idle) < device_load(fuller) < device_load(working) < device_load(used)
 
 
 def merit(machine: Node, members: Sequence[Device]) -> tuple[Any, ...]:
@@ -243,13 +228,6 @@ def refusal_of(machine: Node, **asked: Any) -> MusterError:
     return caught.value
 
 
-def test_one_gpu_is_the_least_loaded_one(snapshot: SnapshotAssertion) -> None:
-    shared = node(busy(gpu(0), "alice"), gpu(1, utilization_percent=30), gpu(2), busy(gpu(3), None))
-    choice = pick(shared, count=1)
-    assert indices(choice) == [2]
-    assert choice.reason == snapshot
-
-
 @pytest.mark.parametrize("count", range(2, 9))
 def test_ddp_takes_so_many_gpus_joined_by_nvlink(count: int, snapshot: SnapshotAssertion) -> None:
     choice = pick(DGX, count=count)
@@ -301,13 +279,6 @@ def test_a_machine_without_gpus_says_so(snapshot: SnapshotAssertion) -> None:
     assert error == snapshot
 
 
-def test_fewer_than_one_gpu_cannot_be_chosen(snapshot: SnapshotAssertion) -> None:
-    errors = [refusal_of(DGX, count=0), refusal_of(DGX, count=-1), refusal_of(DGX, ids=())]
-    assert {type(error) for error in errors} == {Impossible}
-    (text,) = {str(error) for error in errors}
-    assert text == snapshot
-
-
 def test_a_pair_joined_by_nvlink_is_preferred() -> None:
     four = [gpu(index) for index in range(4)]
     pairs = [
@@ -321,39 +292,6 @@ def test_a_pair_joined_by_nvlink_is_preferred() -> None:
     assert "(NV4)" in choice.reason
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (LinkKind.PIX, "connected by one PCIe switch (PIX)"),
-        (LinkKind.PXB, "connected by several PCIe switches (PXB)"),
-        (LinkKind.PHB, "connected by the CPU's PCIe host bridge (PHB)"),
-        (LinkKind.NODE, "connected by PCIe within one NUMA node (NODE)"),
-        (LinkKind.SYS, "connected by PCIe across CPU sockets (SYS)"),
-    ],
-)
-def test_pcie_is_told_in_words(kind: LinkKind, words: str) -> None:
-    a, b = gpu(0), gpu(1)
-    assert words in pick(node(a, b, links=[link(a, b, kind)]), count=2).reason
-
-
-def test_a_link_that_is_not_known_is_not_guessed() -> None:
-    three = [gpu(index) for index in range(3)]
-    partly = node(*three, links=[link(three[0], three[1], LinkKind.PIX)])
-    assert "connected" not in pick(partly, count=3).reason
-    assert indices(pick(partly, count=2)) == [0, 1]
-
-
-def test_more_lanes_beat_fewer_and_any_nvlink_beats_pcie() -> None:
-    three = [gpu(index) for index in range(3)]
-    links = [
-        link(three[0], three[1], LinkKind.PIX),
-        link(three[0], three[2], LinkKind.NVLINK, 1),
-        link(three[1], three[2], LinkKind.NVLINK, 2),
-    ]
-    assert indices(pick(node(*three, links=links), count=2)) == [1, 2]
-    assert indices(pick(node(*three, links=links[:2]), count=2)) == [0, 2]
-
-
 def test_the_weakest_link_counts_before_the_sum(snapshot: SnapshotAssertion) -> None:
     four = [gpu(index) for index in range(4)]
     fast_but_apart = {(0, 1): LinkKind.NVLINK, (0, 2): LinkKind.NVLINK, (1, 2): LinkKind.SYS}
@@ -365,58 +303,6 @@ def test_the_weakest_link_counts_before_the_sum(snapshot: SnapshotAssertion) -> 
     assert indices(choice) == [0, 1, 3]
     assert "(PHB)" in choice.reason
     assert choice.reason == snapshot
-
-
-def test_every_set_of_a_usual_machine_is_looked_at() -> None:
-    five = [gpu(index) for index in range(5)]
-    kinds = ("NVLINK SYS NVLINK PHB", "PIX SYS PHB", "NVLINK PIX", "PHB")
-    named = [LinkKind[name] for row in kinds for name in row.split()]
-    pairs = itertools.combinations(five, 2)
-    links = [
-        link(a, b, kind, 4 if kind is LinkKind.NVLINK else 0)
-        for (a, b), kind in zip(pairs, named, strict=True)
-    ]
-    assert indices(pick(node(*five, links=links), count=4)) == [0, 1, 2, 3]
-
-
-def test_cards_of_one_name_but_two_sizes_are_not_alike() -> None:
-    sizes = [gpu(0), gpu(1, total_bytes=40 * GiB), gpu(2)]
-    assert indices(pick(node(*sizes), count=2)) == [0, 2]
-
-
-def test_cards_that_are_alike_are_preferred_to_better_links() -> None:
-    small = {"name": RTX_4090, "total_bytes": 24 * GiB, "compute_capability": (8, 9)}
-    mixed = [gpu(0), gpu(1, **small), gpu(2)]
-    links = [link(mixed[0], mixed[1], LinkKind.PIX), link(mixed[0], mixed[2], LinkKind.SYS)]
-    choice = pick(node(*mixed, links=links), count=2)
-    assert indices(choice) == [0, 2]
-    three = pick(node(*mixed, links=links), count=3).reason
-    assert f"GPUs 0-2, {A100} + {RTX_4090}, 24.0 GiB" in three
-
-
-def test_a_busy_nvlink_partner_is_passed_over_for_an_idle_pair() -> None:
-    four = [busy(gpu(0), "alice"), gpu(1), gpu(2), gpu(3)]
-    links = [link(four[0], four[1], LinkKind.NVLINK, 12), link(four[2], four[3], LinkKind.SYS)]
-    assert indices(pick(node(*four, links=links), count=2, share=True)) == [2, 3]
-
-
-def interleaved(devices: Sequence[Device]) -> list[Link]:
-    """Eight islands, the members of each spread over all numbers."""
-    return [
-        link(a, b, LinkKind.NVLINK, 18) if a.index % 8 == b.index % 8 else link(a, b, LinkKind.SYS)
-        for a, b in itertools.combinations(devices, 2)
-    ]
-
-
-def test_on_a_large_machine_the_order_does_not_matter_either() -> None:
-    many = [gpu(index, name=RTX_4090 if index % 2 else A100) for index in range(24)]
-    many = [replace(one, utilization_percent=0 if one.index < 2 else 30) for one in many]
-    links = interleaved(many)
-    forwards = pick(node(*many, links=links), count=10)
-    backwards = pick(node(*reversed(many), links=links), count=10)
-    assert forwards == backwards
-    typed = pick(node(*many, links=links), ids=tuple(reversed(range(24))), count=10)
-    assert typed.value == tuple(reversed(forwards.value))
 
 
 def test_a_large_machine_gives_the_island_that_is_free() -> None:
@@ -441,40 +327,6 @@ def test_an_integrated_gpu_is_taken_when_it_is_named_or_alone() -> None:
     inside = integrated()
     assert pick(node(gpu(0), inside), ids=(inside.uuid,)).value == (inside,)
     assert pick(node(inside), count=1).value == (inside,)
-
-
-def test_gpus_of_two_makers_are_not_taken_together(snapshot: SnapshotAssertion) -> None:
-    error = refusal_of(node(gpu(0), integrated()), ids=(0, integrated().uuid))
-    assert isinstance(error, NoSuchDevice)
-    assert integrated().uuid in error.what
-    assert error == snapshot
-
-
-def test_a_claimed_gpu_is_never_shared(snapshot: SnapshotAssertion) -> None:
-    machine = node(gpu(0), gpu(1))
-    claims = {gpu(0).uuid: claim()}
-    choice = pick(machine, share=True, claims=claims)
-    assert indices(choice) == [1]
-    assert "carol (pid 77, python train.py)" in choice.reason
-    assert choice.reason == snapshot
-
-
-def test_a_long_command_of_a_claim_is_cut() -> None:
-    claims = {gpu(0).uuid: claim(command="python train.py --config " + "x" * 40)}
-    why = refusal_of(node(gpu(0)), count=1, claims=claims).why
-    assert why.endswith("carol (pid 77, python train.py --config xxxxxxxxxxxxxx…)")
-
-
-def test_many_obstacles_are_told_in_groups(snapshot: SnapshotAssertion) -> None:
-    machine = node(
-        *(busy(gpu(index), "alice") for index in range(3)),
-        busy(gpu(3), "bob", "alice"),
-        gpu(4, trouble="GPU is lost"),
-        gpu(5),
-    )
-    why = refusal_of(machine, count=6).why
-    assert "GPUs 0-2: " in why
-    assert why == snapshot
 
 
 @pytest.mark.parametrize(
@@ -508,52 +360,3 @@ def test_what_will_not_pass_is_not_waited_for(
     assert error.exit_code is ExitCode.IMPOSSIBLE
     assert fact in error.why
     assert error.why == snapshot
-
-
-@pytest.mark.parametrize(
-    ("device", "holder"),
-    [
-        (busy(gpu(0), "alice", "bob"), "alice (pid 1000), bob (pid 1001)"),
-        (busy(gpu(0), "alice", idle_s=59.0), "alice (pid 1000)"),
-        (busy(gpu(0), "alice", idle_s=300.0), "alice (pid 1000, idle 5 min)"),
-        (gpu(0, used_bytes=3 * GiB), "(3.0 GiB)"),
-        (replace(busy(gpu(0), "alice"), used_bytes=70 * GiB), "alice (pid 1000)"),
-    ],
-)
-def test_what_may_pass_is_worth_waiting_for(
-    device: Device, holder: str, snapshot: SnapshotAssertion
-) -> None:
-    error = refusal_of(node(device), count=1)
-    assert isinstance(error, DevicesBusy)
-    assert error.exit_code is ExitCode.NOT_NOW
-    assert error.why.endswith(holder)
-    assert error.why == snapshot
-
-
-def test_a_desktop_does_not_make_a_gpu_busy() -> None:
-    window = replace(busy(gpu(0), "alice", used=2 * GiB).processes[0], compute=False)
-    desktop = replace(gpu(0), used_bytes=2 * GiB, processes=(window,))
-    assert pick(node(desktop), count=1).value == (desktop,)
-    assert pick(node(desktop, gpu(1)), count=1).value == (gpu(1),)
-
-
-def test_slices_are_taken_alone_only(snapshot: SnapshotAssertion) -> None:
-    machine = node(*split(gpu(0), 40 * GiB, 20 * GiB), busy(gpu(1), "alice"))
-    choice = pick(machine, count=1)
-    assert [one.number for one in choice.value] == ["0:0"]
-    assert "GPU 0:0" in choice.reason
-    error = refusal_of(machine, count=2)
-    assert isinstance(error, TooFewDevices)
-    assert error == snapshot
-
-
-def test_all_gpus_of_a_machine_that_is_split_altogether(snapshot: SnapshotAssertion) -> None:
-    error = refusal_of(node(*split(gpu(0), 40 * GiB)))
-    assert error == snapshot
-
-
-def test_the_words_of_obstacles_join_runs_of_numbers() -> None:
-    devices = [gpu(index, trouble="GPU is lost") for index in (0, 1, 2, 5)]
-    found = {one.uuid: obstacle(one, DeviceRequest(), {}) for one in devices}
-    obstacles = {uuid: one for uuid, one in found.items() if one is not None}
-    assert refusal.describe_refusal(devices, obstacles).startswith("GPUs 0-2, 5: ")

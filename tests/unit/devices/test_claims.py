@@ -27,9 +27,9 @@ from torchmuster.devices import acquire as acquire_module
 from torchmuster.devices import claims as claims_module
 from torchmuster.devices import snapshot, tickets
 from torchmuster.devices.acquire import HeldDevices
-from torchmuster.devices.claims import Claims, claims_folder
+from torchmuster.devices.claims import Claims
 from torchmuster.devices.request import DeviceRequest
-from torchmuster.errors import DevicesBusy, Impossible, MusterError, NotNow, TooFewDevices
+from torchmuster.errors import DevicesBusy, Impossible, TooFewDevices
 
 # A separate process that claims, says which GPUs it got, and holds them until its stdin closes.
 HOLDER = """
@@ -115,14 +115,6 @@ def test_kill_9_frees_the_claim(place: Path) -> None:
             assert len(indices(held)) == 8
 
 
-def test_release_frees_the_claim_and_may_be_called_twice(place: Path) -> None:
-    first = acquire(place, DeviceRequest(count=8))
-    first.release()
-    first.release()
-    with holder(place, 8) as other:
-        assert read_line(other).startswith("got")
-
-
 def test_the_claim_lives_as_long_as_the_program_it_was_handed_to(place: Path) -> None:
     # The shell ends at once, its child lives on with the claim: the GPU is still in somebody's hands.
     script = "sleep 600 & echo $!"
@@ -189,24 +181,6 @@ def test_a_release_leaves_no_file(place: Path) -> None:
     assert claim_files(place) == []
 
 
-def test_files_of_killed_holders_are_removed_by_the_next_claim(place: Path) -> None:
-    with holder(place, 8) as other:
-        read_line(other)
-    assert len(claim_files(place)) == 8
-    with acquire(place, DeviceRequest(ids=(0,))):
-        assert len(claim_files(place)) == 1
-
-
-def test_a_waiter_outside_is_not_promised_what_a_claim_has(place: Path) -> None:
-    with acquire(place, DeviceRequest(count=8)) as outer:
-        ticket = tickets.Ticket(place / "queue", DeviceRequest(count=8), {})
-        try:
-            with within(inside(place, outer), DeviceRequest(count=1)) as inner:
-                assert len(indices(inner)) == 1
-        finally:
-            ticket.release()
-
-
 def test_a_child_forked_during_a_claim_keeps_no_gate(place: Path) -> None:
     acquire(place, DeviceRequest(count=8)).release()
     claims = Claims(place)
@@ -243,17 +217,6 @@ def test_waiting_ends_with_the_refusal_when_time_is_up(place: Path) -> None:
         read_line(other)
         with pytest.raises(DevicesBusy):
             acquire(place, DeviceRequest(count=1), wait_s=0.5)
-    assert list((place / "queue").iterdir()) == []
-
-
-def test_who_waits_is_told_what_is_in_the_way_and_may_leave_the_queue(place: Path) -> None:
-    def leave(error: MusterError) -> None:
-        raise KeyboardInterrupt(error.why)
-
-    with holder(place, 8) as other:
-        read_line(other)
-        with pytest.raises(KeyboardInterrupt, match="claimed by"):
-            acquire(place, DeviceRequest(count=1), wait_s=GIVE_UP_S, on_wait=leave)
     assert list((place / "queue").iterdir()) == []
 
 
@@ -464,16 +427,6 @@ def test_a_link_or_a_pipe_among_the_claims_is_not_a_claim(place: Path, tmp_path:
     assert victim.read_text() == "precious"
 
 
-def test_a_stuck_gate_is_told_and_not_waited_for_forever(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims_module, "_GATE_WITHIN_S", 0.2)
-    stuck = Claims(place)
-    with stuck.gate(), pytest.raises(NotNow) as caught:
-        acquire(place, DeviceRequest(count=1))
-    assert str(place) in caught.value.what
-
-
 def test_who_waits_for_devices_waits_as_long_for_the_gate(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,28 +439,6 @@ def test_who_waits_for_devices_waits_as_long_for_the_gate(
         busy.close()
         with waiting.result(timeout=GIVE_UP_S) as held:
             assert len(held.decision.value) == 1
-
-
-def test_a_waiter_in_the_queue_is_not_ended_by_a_busy_gate(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims_module, "_GATE_WITHIN_S", 0.05)
-    with ThreadPoolExecutor(1) as pool, acquire(place, DeviceRequest(count=8)) as all_of_them:
-        waiting = pool.submit(acquire, place, DeviceRequest(count=1), wait_s=GIVE_UP_S)
-        while not list((place / "queue").iterdir()):
-            time.sleep(0.01)
-        deadline = time.monotonic() + GIVE_UP_S
-        with Claims(place).gate(deadline=deadline), pytest.raises(TimeoutError):
-            waiting.result(timeout=1.5 * acquire_module.POLL_S)
-        all_of_them.release()
-        with waiting.result(timeout=GIVE_UP_S) as held:
-            assert len(held.decision.value) == 1
-
-
-def test_claims_are_read_while_the_gate_is_held(place: Path) -> None:
-    uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
-    with acquire(place, DeviceRequest(count=2)), Claims(place).gate():
-        assert len(Claims(place).read(uuids).claimed) == 2
 
 
 def test_looking_never_makes_a_claim_fail(place: Path) -> None:
@@ -532,6 +463,14 @@ def test_looking_never_makes_a_claim_fail(place: Path) -> None:
                     assert len(indices(held)) == 8
         finally:
             over.set()
+
+
+def test_a_reader_is_not_taken_for_the_holder(tmp_path: Path) -> None:
+    left_over = tmp_path / "GPU-1.left-over"
+    left_over.touch()
+    with left_over.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        assert claims_module.living_files(tmp_path) == []
 
 
 def test_a_file_has_its_lock_before_it_has_its_name(
@@ -578,10 +517,6 @@ def test_a_lock_that_cannot_be_taken_is_an_error(
     assert list((place / "queue").iterdir()) == claim_files(place) == []
 
 
-def OwnFile_of_first(place: Path) -> None:
-    Claims(place).take(snapshot.take_snapshot().accelerators[0].uuid, "1", "command")
-
-
 def test_files_are_for_their_owner_to_write_and_for_all_to_read(place: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -594,14 +529,3 @@ def test_files_are_for_their_owner_to_write_and_for_all_to_read(place: Path) -> 
         os.umask(before)
     for folder in (place, place / "claims", place / "queue"):
         assert folder.stat().st_mode & 0o7777 == 0o1777
-
-
-def test_looking_at_claims_makes_nothing(tmp_path: Path) -> None:
-    assert Claims(tmp_path / "none").read(["GPU-1"]).claimed == {}
-    assert not (tmp_path / "none").exists()
-
-
-def test_the_folder_is_the_same_for_everybody_unless_it_is_given() -> None:
-    assert claims_folder({"TORCHMUSTER_CLAIMS_DIR": "/elsewhere"}) == Path("/elsewhere")
-    assert claims_folder({"TMPDIR": "/mine", "HOME": "/home/me"}) == claims_folder({})
-    assert claims_folder({}).name == "torchmuster"

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from device_strategies import busy, claim, gpu, integrated, node, split
+from device_strategies import busy, claim, gpu, integrated, node
 from torchmuster.devices.for_model import choose_for_model
 from torchmuster.devices.model import Node
 from torchmuster.devices.request import DeviceRequest
-from torchmuster.errors import DevicesBusy, Impossible, MusterError, NoSuchDevice, TooFewDevices
+from torchmuster.errors import DevicesBusy, MusterError, TooFewDevices
 from torchmuster.units import GiB
 
 EIGHT = node(*(gpu(index) for index in range(8)))
@@ -58,32 +58,6 @@ def test_a_model_too_large_for_one_is_sharded_over_as_few_as_hold_it(
     assert reason == snapshot
 
 
-def test_with_a_count_a_large_model_is_sharded_over_that_many() -> None:
-    assert place(EIGHT, 40, count=8)[:2] == (list(range(8)), "fsdp")
-
-
-def test_a_70b_model_takes_the_whole_machine() -> None:
-    assert place(EIGHT, 130)[:2] == (list(range(8)), "fsdp")
-
-
-def test_a_tenth_is_left_to_spare() -> None:
-    assert place(EIGHT, 18)[1] == "single"
-    assert place(EIGHT, 18.01)[1] == "fsdp"
-
-
-def test_only_free_memory_counts() -> None:
-    half_full = node(*(gpu(index, used_bytes=40 * GiB) for index in range(4)))
-    chosen, strategy, _ = place(half_full, 14, share=True)
-    assert (len(chosen), strategy) == (2, "fsdp")
-
-
-def test_a_slice_may_hold_a_small_model() -> None:
-    decision = choose_for_model(
-        node(*split(gpu(0), 40 * GiB)), GiB, DeviceRequest(), environment={}
-    )
-    assert [one.number for one in decision.value.devices] == ["0:0"]
-
-
 def test_what_others_hold_now_is_worth_waiting_for(snapshot: SnapshotAssertion) -> None:
     taken = node(*(busy(gpu(index), "alice") for index in range(2)))
     error = refusal(taken, 14)
@@ -127,19 +101,6 @@ def test_without_gpus_of_a_known_size(
     error = refusal(machine, 1, cuda=cuda)
     assert isinstance(error, TooFewDevices)
     assert error == snapshot
-
-
-def test_memory_in_use_that_is_not_known_is_told_and_not_guessed(
-    snapshot: SnapshotAssertion,
-) -> None:
-    error = refusal(node(gpu(0, used_bytes=None)), 1)
-    assert isinstance(error, TooFewDevices)
-    assert error == snapshot
-
-
-def test_ids_that_name_nothing_are_told_as_such() -> None:
-    assert isinstance(refusal(EIGHT, 14, ids=(9,)), NoSuchDevice)
-    assert isinstance(refusal(EIGHT, 14, count=0), Impossible)
 
 
 def test_the_model_is_placed_on_the_gpus_that_are_named() -> None:

@@ -4,7 +4,6 @@ import getpass
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 
 from device_strategies import gpu
 from torchmuster.devices.model import DeviceProcess
-from torchmuster.devices.processes import age_s, command_of_this_process, identify_process
+from torchmuster.devices.processes import identify_process
 from torchmuster.redaction import printable
 
 # Waits until its input is closed, so that the tests need no clock.
@@ -73,36 +72,3 @@ def test_a_process_on_several_devices_is_the_same_on_each(child: subprocess.Pope
     assert idle is devices[1]
     assert first.processes[0] == third.processes[0] != listed
     assert first.processes[1] == gone
-
-
-def test_nothing_to_look_up() -> None:
-    assert identify_process([]) == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["python", "train.py"], "python train.py"),
-        (["a\nb", "\x07", "ü…✓"], "a\ufffdb \ufffd ü…✓"),
-        (["\u202egnp.exe"], "\ufffdgnp.exe"),
-        (["--hub-token", "hf_abcdefghijklmnopqrstuv"], "--hub-token [redacted]"),
-        ([], ""),
-    ],
-)
-def test_a_command_line_is_made_fit_to_print(arguments: list[str], shown: str) -> None:
-    assert printable(arguments) == shown
-
-
-def test_the_command_of_this_process() -> None:
-    assert command_of_this_process() == printable(psutil.Process().cmdline())
-
-
-def test_how_long_a_process_has_been_running() -> None:
-    started = DeviceProcess(pid=1, compute=True, started_unix_s=1000.0)
-    assert age_s(started, now=1060.0) == 60.0
-    assert age_s(started, now=900.0) == 0.0
-    assert age_s(DeviceProcess(pid=1, compute=True)) is None
-    before = time.time()
-    age = age_s(started)
-    assert age is not None
-    assert before - 1000.0 <= age <= time.time() - 1000.0

@@ -40,17 +40,6 @@ def test_contexts_that_every_rank_opened_on_the_first_gpu(snapshot: SnapshotAsse
     assert finding == snapshot
 
 
-def test_the_first_gpu_in_use_may_not_be_number_0() -> None:
-    moved = [replace(one, index=one.index + 4) for one in ranks_that_touched_gpu_0(3)]
-    (finding,) = symptoms_of(node(*moved))
-    assert finding.name == "stray-contexts"
-    assert "1000 MiB on GPU 4" in finding.what
-
-
-def test_one_process_on_two_gpus_is_no_symptom() -> None:
-    assert symptoms_of(node(*ranks_that_touched_gpu_0(2))) == ()
-
-
 def test_processes_that_work_on_all_gpus_mean_it() -> None:
     everywhere = (rank(100, CONTEXT), rank(101, CONTEXT))
     first = gpu(0, processes=everywhere)
@@ -59,22 +48,6 @@ def test_processes_that_work_on_all_gpus_mean_it() -> None:
         for index in range(1, 8)
     ]
     assert symptoms_of(node(first, *others)) == ()
-
-
-def test_processes_that_use_two_gpus_alike_mean_it() -> None:
-    both = (rank(100, 30 * GiB), rank(101, 30 * GiB))
-    assert symptoms_of(node(gpu(0, processes=both), gpu(1, processes=both))) == ()
-
-
-def test_processes_whose_memory_is_not_known_are_not_accused() -> None:
-    unknown = (rank(100, None), rank(101, None))
-    assert symptoms_of(node(gpu(0, processes=unknown), gpu(1, processes=unknown))) == ()
-
-
-def test_windows_are_no_stray_contexts() -> None:
-    windows = (rank(100, CONTEXT, compute=False), rank(101, CONTEXT, compute=False))
-    work = (rank(100, 30 * GiB), rank(101, 30 * GiB))
-    assert symptoms_of(node(gpu(0, processes=windows), gpu(1, processes=work))) == ()
 
 
 def test_a_split_gpu_repeats_its_slices_processes_and_that_is_no_symptom() -> None:
@@ -134,17 +107,6 @@ def test_a_gpu_that_is_slowed_down_by_heat(snapshot: SnapshotAssertion) -> None:
     assert "sudo nvidia-smi -i 1 -pl" in finding.fix
     assert finding.evidence == "heat (hardware)"
     assert finding == snapshot
-
-
-def test_heat_without_a_thermometer(snapshot: SnapshotAssertion) -> None:
-    (finding,) = symptoms_of(node(gpu(1, throttled_by=("heat (driver)",))))
-    assert finding.name == "gpu-hot"
-    assert "°C" not in finding.what
-    assert finding == snapshot
-
-
-def test_a_power_limit_is_no_symptom() -> None:
-    assert symptoms_of(node(gpu(0, temperature_c=95, throttled_by=("power limit",)))) == ()
 
 
 def test_a_look_at_the_machine_tells_its_symptoms(machine: Callable[[Scenario], Path]) -> None:

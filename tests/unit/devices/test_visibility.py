@@ -1,7 +1,7 @@
 """Which devices the environment leaves visible, and what is said about values that mislead."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -107,31 +107,6 @@ def test_values_that_mislead_are_told(text: str, expected: list[int], blamed: st
     assert finding.fix.startswith("muster gpus --json")
 
 
-@pytest.mark.parametrize(
-    ("devices", "environment"),
-    [
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "1,9,2"}),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "0,0"}),
-        (FOUR, {"CUDA_VISIBLE_DEVICES": f"{UUIDS[0]},GPU-"}),
-        (ROCM, {"ROCR_VISIBLE_DEVICES": "1,1,2"}),
-        (XPU, {"ZE_AFFINITY_MASK": "0,7,1"}),
-        (SPLIT, {"CUDA_VISIBLE_DEVICES": "1,0"}),
-    ],
-    ids=["unknown", "repeated", "ambiguous", "rocm", "intel", "mig"],
-)
-def test_what_is_told_of_values_that_mislead(
-    devices: Sequence[Device], environment: Mapping[str, str], snapshot: SnapshotAssertion
-) -> None:
-    (finding,) = visible(devices, environment).findings
-    assert finding.name == "visible-devices-partly-ignored"
-    assert finding == snapshot
-
-
-def test_what_hides_a_gpu_is_named_as_it_was_set() -> None:
-    assert cuda(FOUR, "1, 2").hidden_by[UUIDS[0]] == "CUDA_VISIBLE_DEVICES=1, 2"
-    assert cuda(FOUR, "").hidden_by[UUIDS[0]] == 'CUDA_VISIBLE_DEVICES=""'
-
-
 # MIG
 
 
@@ -164,23 +139,6 @@ def test_beside_a_slice_nothing_else_is_visible(text: str, left: str) -> None:
     assert "MIG" in finding.why
 
 
-def test_a_gpu_in_mig_mode_without_slices_shows_nothing() -> None:
-    assert numbers(cuda([*split(gpu(0)), gpu(1)], "0,1")) == ["1"]
-
-
-def test_numbers_count_whole_gpus_and_not_slices() -> None:
-    assert numbers(cuda(SPLIT, "1")) == ["1"]
-    assert numbers(cuda(SPLIT, "2")) == ["2"]
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [(f"{UUIDS[1]},{SLICES[0]}", ["1"]), (f"{SLICES[0]},{UUIDS[1]}", ["0:0"])],
-)
-def test_the_first_word_decides_what_the_list_is_made_of(text: str, left: list[str]) -> None:
-    assert numbers(cuda(SPLIT, text)) == left
-
-
 # The order of unlike cards
 
 
@@ -190,27 +148,6 @@ def test_numbers_of_unlike_cards_are_ambiguous(snapshot: SnapshotAssertion) -> N
     assert finding.status is Status.WARNING
     assert finding.fix == f"export CUDA_VISIBLE_DEVICES={MIXED[1].uuid},{MIXED[0].uuid}"
     assert finding == snapshot
-
-
-@pytest.mark.parametrize(
-    ("devices", "environment"),
-    [
-        (FOUR, {"CUDA_VISIBLE_DEVICES": "1,0"}),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": UUIDS[1]}),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": ""}),
-        (MIXED, {}),
-    ],
-)
-def test_no_ambiguity_among_like_cards_or_uuids_or_in_bus_order(
-    devices: Sequence[Device], environment: Mapping[str, str]
-) -> None:
-    assert visible(devices, environment).findings == ()
-
-
-def test_cuda_device_order_fastest_first_is_as_ambiguous_as_none() -> None:
-    seen = shown(MIXED, CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="FASTEST_FIRST")
-    assert [one.name for one in seen.findings] == ["visible-devices-order"]
 
 
 # ROCm
@@ -278,12 +215,6 @@ def test_each_kind_listens_to_its_own_variable() -> None:
     assert [one.uuid for one in seen.devices] == [UUIDS[1], XPU[0].uuid]
 
 
-def test_an_apple_gpu_cannot_be_hidden() -> None:
-    mac = [gpu(0, kind=DeviceKind.MPS, uuid="MPS-0")]
-    everything = {name: "" for stages in STAGES.values() for stage in stages for name in stage}
-    assert visible(mac, everything).devices == tuple(mac)
-
-
 # What is exported is what is seen.
 
 
@@ -316,11 +247,6 @@ def test_a_slice_or_the_whole_gpus_beside_it_can_be_exported(chosen: list[Device
 @given(st.permutations(FOUR), st.integers(1, 4))
 def test_cuda_keeps_the_order_that_is_exported(order: list[Device], count: int) -> None:
     assert list(seen_after_export(FOUR, order[:count])) == order[:count]
-
-
-def test_what_has_no_variable_exports_none() -> None:
-    assert variables_for([gpu(0, kind=DeviceKind.MPS, uuid="MPS-0")]) == {}
-    assert variables_for([]) == {}
 
 
 def test_rocms_second_stage_is_unset() -> None:

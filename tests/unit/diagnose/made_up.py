@@ -2,7 +2,7 @@
 
 import random
 
-from torchmuster.diagnose.links.model import End, Figures, Link
+from torchmuster.diagnose.links.model import End, Figures, Link, Problem
 from torchmuster.diagnose.rank_record import Matmul, Operation, Pair, RankRecord, Values
 from torchmuster.diagnose.result import GroupResult, Machine
 from torchmuster.finding import Finding, Status
@@ -32,7 +32,7 @@ def link(source: Machine, target: Machine, bytes_per_s: float = 1.2e9, problem: 
     figures = None
     if not problem:
         figures = Figures(bytes_per_s=bytes_per_s, round_trip_s=0.0002)
-    return Link(source=_end(source), target=_end(target), problem=problem, figures=figures)
+    return Link(source=_end(source), target=_end(target), problem=Problem(problem), figures=figures)
 
 
 def _end(one: Machine) -> End:

@@ -2,24 +2,17 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import GIVE_UP_S
 from torchmuster.diagnose import unreachable_hosts
 from torchmuster.diagnose.links.model import Interface
 from torchmuster.diagnose.unreachable_hosts import (
     SshPath,
     SshTarget,
-    interface_for,
     judge_path,
-    ssh_target,
     why_all_unreachable,
     why_unreachable,
 )
@@ -72,12 +65,6 @@ def test_a_machine_that_is_on_is_behind_a_firewall_that_drops(snapshot: Snapshot
     assert found == snapshot
 
 
-def test_beyond_a_router_nobody_knows_by_which_address_we_are_seen() -> None:
-    far = interface(network="192.168.7.1/24")
-    found = judged("timeout", 3.6, alive="it answers ping", interface=far, local="192.168.7.1")
-    assert iptables("") in found.fix
-
-
 def test_a_firewall_that_answers_is_told_from_a_machine_that_is_off(
     snapshot: SnapshotAssertion,
 ) -> None:
@@ -95,14 +82,6 @@ def test_where_not_even_the_card_answers_it_is_off(
     assert found.name == "host-absent"
     assert "10.0.0.2" in found.what
     assert found.fix.splitlines()[1:] == ["ip -br link", "ip -br address"]
-    assert found == snapshot
-
-
-def test_that_it_is_refused_may_be_a_firewall_too(snapshot: SnapshotAssertion) -> None:
-    found = judged("refused", 0.0, of="ssh-not-served")
-    assert found.name == "ssh-not-served"
-    assert "\nsudo systemctl enable --now ssh ||" in found.fix
-    assert "--dport 22 -j ACCEPT" in found.fix
     assert found == snapshot
 
 
@@ -129,60 +108,10 @@ def test_the_own_cable_is_looked_at_first(problem: str, snapshot: SnapshotAssert
     assert off == snapshot(name="down")
 
 
-def test_what_stays_unclear_stays_as_it_was_with_what_was_seen() -> None:
-    found = judged("timeout", 3.6)
-    assert replace(found, evidence="ssh: timed out") == trouble()
-    assert found.evidence.splitlines() == ["ssh: timed out", "10.0.0.2:22: timeout after 3.6 s"]
-    assert "10.0.0.2:22" in judged("", 0.01).evidence
-
-
 # ---- which interface leads there
 
 
-def test_an_interface_of_the_same_network_counts_before_the_one_that_is_used() -> None:
-    dead = interface(connected=False)
-    wifi = interface("wlan0", network="192.168.7.1/24")
-    assert interface_for("10.0.0.2", "192.168.7.1", [wifi, dead]) == dead
-    assert interface_for("10.9.9.9", "192.168.7.1", [wifi, dead]) == wifi
-    second = interface("eth1", network="10.0.0.5/24")
-    assert interface_for("10.0.0.2", "10.0.0.5", [dead, second]) == second
-    assert interface_for("10.9.9.9", "", [dead]) is None
-
-
 # ---- where ssh goes
-
-
-@contextmanager
-def ssh_that_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    program = folder / "ssh"
-    program.write_text(f'#!/bin/sh\n[ "$1 $2" = "-G --" ] || exit 1\ncat <<END\n{text}\nEND\n')
-    program.chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(folder), prepend=":")
-        patch.setattr(unreachable_hosts, "_PROGRAM_WITHIN_S", GIVE_UP_S)
-        yield
-
-
-def where(host: str) -> SshTarget | None:
-    return asyncio.run(ssh_target(host))
-
-
-def test_ssh_itself_says_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ssh_that_says(tmp_path, "user ana\nhostname 10.0.0.2\nport 2222", monkeypatch):
-        assert where("ana@b") == SshTarget(addresses=("10.0.0.2",), port=2222, renamed=True)
-        written = where("ana@10.0.0.2")
-    assert written is not None
-    assert not written.renamed
-
-
-@pytest.mark.parametrize(
-    "text", ["hostname 10.0.0.2\nport 22\nproxyjump gate", "hostname b", "port 22", "", "hostname"]
-)
-def test_a_way_through_another_machine_is_not_looked_at(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ssh_that_says(tmp_path, text, monkeypatch):
-        assert where("b") is None
 
 
 # ---- the whole
@@ -222,29 +151,6 @@ def test_a_name_that_leads_to_this_machine(
     assert found == snapshot
 
 
-def test_a_tunnel_and_what_was_written_on_purpose_are_no_mistakes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    played(monkeypatch, SshTarget(addresses=("127.0.0.1",), port=2201, renamed=True))
-    assert reason("ssh-not-served") == trouble("ssh-not-served")
-    played(monkeypatch, HERE)
-    assert reason("ssh-key-refused", "ana@localhost") == trouble("ssh-key-refused")
-
-
-@pytest.mark.parametrize("name", ["ssh-key-refused", "torchmuster-missing", "host-name-unknown"])
-def test_what_is_plain_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    played(monkeypatch, SshTarget(addresses=("192.0.2.1",), port=22, renamed=False))
-    assert reason(name) == trouble(name)
-
-
-@pytest.mark.parametrize("way", [None, SshTarget(addresses=(), port=22, renamed=False)])
-def test_without_an_address_there_is_nothing_to_look_at(
-    way: SshTarget | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played(monkeypatch, way)
-    assert reason("host-unreachable") == trouble()
-
-
 def test_all_are_looked_for_at_once_and_a_look_that_never_ends_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,13 +173,3 @@ def test_all_are_looked_for_at_once_and_a_look_that_never_ends_is_given_up(
 
 
 # ---- real sockets
-
-
-def test_a_port_that_listens_and_one_that_does_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert asyncio.run(unreachable_hosts._connect("127.0.0.1", port))[0] == ""
-    with socket.socket() as held:  # which keeps others from the port
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        assert asyncio.run(unreachable_hosts._connect("127.0.0.1", port))[0] == "refused"

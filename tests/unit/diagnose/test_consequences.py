@@ -21,11 +21,6 @@ def test_a_failed_rank_says_best_why_the_others_wait() -> None:
     assert without_consequences([hangs, failed, finding("probe-hangs")]) == [failed]
 
 
-def test_the_same_is_told_once() -> None:
-    assert len(without_consequences([finding("a", "x"), finding("a", "x")])) == 1
-    assert len(without_consequences([finding("a", "x"), finding("a", "y")])) == 2
-
-
 def test_a_cause_elsewhere_or_one_that_is_less_bad_hides_nothing() -> None:
     used = replace(finding("slow-pair"), hosts=("node2",))
     elsewhere = replace(finding("slow-link", "slow"), hosts=("node20",))

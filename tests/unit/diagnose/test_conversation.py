@@ -9,7 +9,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose.probe_client import HOST_PROBE
 from torchmuster.diagnose.probing import HostProbe
 from torchmuster.errors import MachineLost, MusterError
 from torchmuster.launch import protocol
@@ -17,10 +16,7 @@ from torchmuster.launch.launcher.host import ConnectedHost
 
 RECORD = protocol.NodeRecord(
     host="n1",
-    user="ana",
-    pid=1,
     system="linux",
-    machine="x86_64",
     python="3.11.7",
     torch=None,
     torchmuster="0",
@@ -36,13 +32,15 @@ class Machine:
     def __init__(self) -> None:
         self.says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
         self.asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.engaged: list[protocol.StartSidecar] = []
+        self.engaged: list[protocol.Relay] = []
 
     async def send(self, message: protocol.ToAgent) -> None:
-        if isinstance(message, protocol.StartSidecar):
+        if not isinstance(message, protocol.Relay):
+            return
+        if message.program:
             self.engaged.append(message)
-            self.says.put_nowait(protocol.Done(request="start-sidecar"))
-        if isinstance(message, protocol.Relay):
+            self.says.put_nowait(protocol.Done())
+        else:
             self.asked.put_nowait(json.loads(message.text))
 
     async def receive(self) -> protocol.FromAgent | None:
@@ -74,27 +72,6 @@ def play(scene: Callable[[HostProbe, Machine], Awaitable[None]]) -> Machine:
     return asyncio.run(go())
 
 
-def test_the_examiner_is_engaged_by_its_name_and_the_token_of_the_part() -> None:
-    async def scene(examiner: HostProbe, machine: Machine) -> None:
-        assert (examiner.name, examiner.place, examiner.record) == ("node1", 0, RECORD)
-
-    assert play(scene).engaged == [protocol.StartSidecar(program=HOST_PROBE, token="token.0.0")]
-
-
-def test_answers_find_their_questions_in_whatever_order_they_come() -> None:
-    async def scene(examiner: HostProbe, machine: Machine) -> None:
-        asking = [
-            asyncio.ensure_future(examiner.ask(verb, {"n": 1}, within_s=GIVE_UP_S)) for verb in "ab"
-        ]
-        first, second = await machine.asked.get(), await machine.asked.get()
-        assert (first["verb"], first["argument"]) == ("a", {"n": 1})
-        machine.answer(id=second["id"], answer="of b")
-        machine.answer(id=first["id"], answer="of a")
-        assert await asyncio.gather(*asking) == ["of a", "of b"]
-
-    play(scene)
-
-
 def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
     async def scene(examiner: HostProbe, machine: Machine) -> None:
         asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
@@ -103,20 +80,6 @@ def test_an_error_there_is_raised_here_with_the_name_of_the_machine() -> None:
         with pytest.raises(MusterError) as caught:
             await asking
         assert str(caught.value) == "node1: no port\ntaken\n--port 1"
-
-    play(scene)
-
-
-def test_what_is_not_an_answer_is_passed_over() -> None:
-    async def scene(examiner: HostProbe, machine: Machine) -> None:
-        asking = asyncio.ensure_future(examiner.ask("serve", within_s=GIVE_UP_S))
-        number = (await machine.asked.get())["id"]
-        machine.says.put_nowait(protocol.Relay(text="Segmentation fault"))
-        machine.says.put_nowait(protocol.Relay(text="[1]"))
-        machine.says.put_nowait(protocol.Relay(text="[" * 100_000))
-        machine.answer(id=999, answer="of nobody")
-        machine.answer(id=number, answer=None)
-        assert await asking is None
 
     play(scene)
 
@@ -134,25 +97,6 @@ def test_whoever_does_not_answer_in_time_is_named(snapshot: SnapshotAssertion) -
         asking = asyncio.ensure_future(examiner.ask("examine", within_s=GIVE_UP_S))
         machine.answer(id=(await machine.asked.get())["id"], answer="in time")
         assert await asking == "in time"
-
-    play(scene)
-
-
-def test_when_the_program_ends_all_questions_do(snapshot: SnapshotAssertion) -> None:
-    async def scene(examiner: HostProbe, machine: Machine) -> None:
-        asking = [asyncio.ensure_future(examiner.ask("call", within_s=60)) for _ in range(2)]
-        await machine.asked.get()
-        machine.says.put_nowait(
-            protocol.Relay(text="line\n" * 9 + "Killed", is_last=True, exit_code=-9)
-        )
-        for one in asking:
-            with pytest.raises(MachineLost) as caught:
-                await one
-            assert "signal 9" in caught.value.why
-            assert caught.value.why.endswith("line\nKilled")
-            assert caught.value == snapshot(name="ended")
-        with pytest.raises(MachineLost):
-            await examiner.ask("call", within_s=60)
 
     play(scene)
 

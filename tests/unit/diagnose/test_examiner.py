@@ -1,6 +1,5 @@
 """The program on each machine: JSON lines in, JSON lines out, many questions at a time."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose import host_probe
-from torchmuster.errors import Impossible
 from torchmuster.finding import Status
 
 _PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.host_probe"]
@@ -54,36 +51,9 @@ def test_the_machine_is_examined_check_by_check_without_torch(tmp_path: Path) ->
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
     asked = json.dumps({"id": 1, "verb": "examine", "argument": {"folder": str(tmp_path)}})
     (told,) = talk(asked, PYTHONPATH=str(tmp_path))
-    checks = told["answer"]
-    assert len(checks) > 10
-    assert len({one["check"] for one in checks}) == len(checks)
-    for one in checks:
-        assert one["seconds"] >= 0
-        for finding in one["findings"]:
-            assert set(finding) == {"name", "status", "what", "why", "fix", "evidence"}
-            Status(finding["status"])
-            assert finding["name"] not in ("check-failed", "check-hangs"), finding
-
-
-def test_an_error_of_ours_keeps_its_parts_and_any_other_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def refuses(argument: object) -> None:
-        raise Impossible("no", why=f"asked for {argument}", fix="ask for less")
-
-    async def breaks(argument: object) -> None:
-        raise ValueError("broken")
-
-    monkeypatch.setattr(host_probe, "refuses", refuses, raising=False)
-    monkeypatch.setattr(host_probe, "breaks", breaks, raising=False)
-    for verb in ("refuses", "breaks"):
-        monkeypatch.setitem(host_probe.VERBS, verb, f"torchmuster.diagnose.host_probe:{verb}")
-    told = asyncio.run(host_probe.answer_request({"id": 3, "verb": "refuses", "argument": 9}))
-    assert told == {"id": 3, "error": {"what": "no", "why": "asked for 9", "fix": "ask for less"}}
-    told = asyncio.run(host_probe.answer_request({"id": 4, "verb": "breaks"}))
-    assert told["error"]["what"] == "ValueError: broken"
-
-
-@pytest.mark.parametrize("verb", sorted(host_probe.VERBS))
-def test_every_verb_is_there(verb: str) -> None:
-    assert asyncio.iscoroutinefunction(host_probe._verb(verb))
+    findings = told["answer"]
+    assert len(findings) > 10
+    for finding in findings:
+        assert set(finding) == {"name", "status", "what", "why", "fix", "evidence"}
+        Status(finding["status"])
+        assert finding["name"] not in ("check-failed", "check-hangs"), finding

@@ -20,19 +20,7 @@ def test_what_differs_is_told_apart() -> None:
     assert [one.what for one in found] == ["node1: little memory", "node2: little memory"]
 
 
-def test_different_evidence_of_the_same_says_whose_it_is() -> None:
-    found = merge_findings({"a": [finding(evidence="3 MiB")], "b": [finding(evidence="4 MiB")]})
-    assert found[0].evidence == "a: 3 MiB\nb: 4 MiB"
-    found = merge_findings({"a": [finding(evidence="3 MiB")], "b": [finding(evidence="3 MiB")]})
-    assert found[0].evidence == "3 MiB"
-
-
 def test_hosts_are_data_whatever_their_names_are() -> None:
     (found,) = merge_findings({"a": [finding("a process may have only 1,024 files open")]})
     assert found.hosts == ("a",)
     assert found.what == "a: a process may have only 1,024 files open"
-
-
-def test_of_one_machine_alone_no_name_is_needed_and_what_is_well_is_left_out() -> None:
-    well = Finding(name="memory", status=Status.OK, what="8 GiB")
-    assert merge_findings({"node1": [finding(), well]}, named=False) == [finding()]

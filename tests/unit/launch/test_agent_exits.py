@@ -288,7 +288,7 @@ def test_an_agent_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
     async def scene(it: Scene) -> None:
         it.end.say(it.prepare)
         await it.end.hear(protocol.Prepared)
-        monkeypatch.setattr("torchmuster.launch.node.output.RankOutput.take", broken)
+        monkeypatch.setattr("torchmuster.launch.node.output.RankLog.take", broken)
         it.end.say(it.start)
         ended = await it.end.hear(protocol.Ended)
         assert isinstance(ended, protocol.Ended)

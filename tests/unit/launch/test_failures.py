@@ -11,7 +11,7 @@ import pytest
 from torchmuster.launch import protocol
 from torchmuster.launch.node import failures
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
-from torchmuster.launch.node.output import RankOutput
+from torchmuster.launch.node.output import RankLog
 from torchmuster.launch.node.ranks import RankExit, RankProcess
 
 
@@ -27,12 +27,12 @@ class ExitedRank(RankProcess):
     def __init__(self, rank: int, rank_exit: RankExit | None, last_lines: str) -> None:
         self.rank = rank
         self.exit = rank_exit
-        self.output = RankOutput(rank, Path("unused"))
+        self.output = RankLog(rank, Path("unused"))
         self.output._end = last_lines.encode()
 
     @property
     def pid(self) -> int:
-        return 0 if self.exit is None else self.exit.pid
+        return 9
 
 
 def read(
@@ -60,11 +60,11 @@ def test_a_rank_s_own_error_its_exit_its_log_and_the_machine_s_evidence_come_tog
 ) -> None:
     rank_failed(folder, 5, "ValueError: no", ago_s=3.0)
     exits = {
-        4: RankExit(pid=8, code=0, at_unix_s=time.time()),
-        5: RankExit(pid=9, code=1, at_unix_s=time.time()),
+        4: RankExit(code=0, at_unix_s=time.time()),
+        5: RankExit(code=1, at_unix_s=time.time()),
     }
     (failure,) = read(folder, [4, 5], exits, {5: "epoch 1\nValueError: no\n"})
-    assert (failure.rank, failure.local_rank, failure.exit_code) == (5, 1, 1)
+    assert (failure.rank, failure.exit_code) == (5, 1)
     assert failure.error == "ValueError: no"
     assert failure.last_lines == "epoch 1\nValueError: no"
     # When it raised counts, not when somebody noticed.
@@ -72,16 +72,16 @@ def test_a_rank_s_own_error_its_exit_its_log_and_the_machine_s_evidence_come_tog
 
 
 def test_a_rank_without_an_error_of_its_own_is_told_by_its_exit(folder: Path) -> None:
-    exits = {0: RankExit(pid=9, code=-9, at_unix_s=time.time() - 2)}
+    exits = {0: RankExit(code=-9, at_unix_s=time.time() - 2)}
     (failure,) = read(folder, [0, 1], exits)
     assert (failure.rank, failure.exit_code, failure.error) == (0, -9, "")
-    assert (failure.last_lines, failure.peak_rss_bytes) == ("", None)
+    assert failure.last_lines == ""
     assert failure.ago_s > 1.9
 
 
 def test_a_rank_that_raised_but_was_ended_before_it_was_noticed_is_told_too(folder: Path) -> None:
     rank_failed(folder, 1, "RuntimeError: first", 1.0)
-    exits = {0: RankExit(pid=9, code=1, at_unix_s=time.time())}
+    exits = {0: RankExit(code=1, at_unix_s=time.time())}
     told = read(folder, [0, 1], exits)
     assert [(one.rank, one.error) for one in told] == [(0, ""), (1, "RuntimeError: first")]
 
@@ -113,7 +113,7 @@ def test_of_very_many_failures_the_first_are_told_whole_and_all_by_their_error(
 def test_the_log_of_a_rank_that_left_no_error_is_told_however_many_fail(folder: Path) -> None:
     # It is all that says what happened: an abort after a timeout is not a cause of its own.
     ranks = range(40)
-    exits = {rank: RankExit(pid=9, code=-6, at_unix_s=time.time() - rank) for rank in ranks}
+    exits = {rank: RankExit(code=-6, at_unix_s=time.time() - rank) for rank in ranks}
     told = read(folder, ranks, exits, dict.fromkeys(ranks, "what():  timed out\n"))
     assert {one.last_lines for one in told} == {"what():  timed out"}
 
@@ -129,14 +129,14 @@ def test_an_error_with_a_name_that_is_not_utf_8_can_be_told(folder: Path) -> Non
     ("seen", "told"),
     [
         (None, 75),  # the agent was ended before it looked
-        (RankExit(pid=9, code=-15, at_unix_s=0.0), 75),  # it was sent a signal on its way out
-        (RankExit(pid=9, code=75, at_unix_s=0.0), 75),
+        (RankExit(code=-15, at_unix_s=0.0), 75),  # it was sent a signal on its way out
+        (RankExit(code=75, at_unix_s=0.0), 75),
     ],
 )
 def test_a_rank_that_saved_is_known_by_what_it_wrote(
     folder: Path, seen: RankExit | None, told: int
 ) -> None:
-    record = {"error": "the script exited with: 75", "what": "saved at step 3", "exit_code": 75}
+    record = {"error": "", "what": "saved at step 3", "exit_code": 75}
     (folder / "rank-0.error.json").write_text(json.dumps(record))
     (failure,) = read(folder, [0], {} if seen is None else {0: seen})
     assert (failure.exit_code, failure.what) == (told, "saved at step 3")

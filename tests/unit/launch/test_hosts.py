@@ -18,10 +18,7 @@ from torchmuster.launch.transports.channel import Arrive
 NAMES = ("a", "b", "c", "d")
 RECORD = protocol.NodeRecord(
     host="n",
-    user="ana",
-    pid=1,
     system="linux",
-    machine="x86_64",
     python="3.11.7",
     torch="2.13.0",
     torchmuster="0",

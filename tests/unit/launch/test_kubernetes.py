@@ -56,11 +56,6 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], snapshot: SnapshotA
     assert text == snapshot.use_extension(YamlFile)
 
 
-def test_the_text_does_not_grow_with_the_pods() -> None:
-    few, many = render_job(pods_request(nodes=4)), render_job(pods_request(nodes=4_000))
-    assert few.count("\n") == many.count("\n")
-
-
 TRAPS = [
     "yes",
     "No",
@@ -167,11 +162,6 @@ def test_the_name_of_the_job(
 ) -> None:
     _, job = documents(printed(capsys, *command))
     assert job["metadata"]["name"] == name
-
-
-@pytest.mark.parametrize("command", [[], ["--", "muster", "run", "train.py"], ["-m"]])
-def test_without_a_script(command: list[str]) -> None:
-    assert main.main(["kubernetes", "--image", "team/train:1", *command]) != 0
 
 
 def test_the_secret_is_created_in_the_namespace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,10 @@ from torchmuster.launch import protocol
 from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalConsole
-from torchmuster.launch.launcher.launch import launch
+from torchmuster.launch.launcher.launch import run_task
 from torchmuster.launch.launcher.run import JobOutcome, Result, Run
 from torchmuster.launch.transports.channel import Arrive
+from torchmuster.launch.transports.local import LocalTransport, PipeChannel
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 
@@ -50,6 +51,23 @@ class Unreachable:
         self.closed += 1
 
 
+class DiesWhileJoining(LocalTransport):
+    """The node agent on this host is killed as soon as it was started, this many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__("here")
+        self.left = times
+
+    async def open(self, arrive: Arrive) -> None:
+        def arrive_dying(place: int, channel: PipeChannel) -> None:
+            arrive(place, channel)
+            if self.left:
+                self.left -= 1
+                channel._process.kill()
+
+        await super().open(arrive_dying)
+
+
 class LongTask:
     """Lasts until other machines can see that the launcher lives."""
 
@@ -59,7 +77,7 @@ class LongTask:
         self.spec = spec
         self.run_folder = run
 
-    def stop(self, why: str) -> None:
+    def stop(self, origin: str) -> None:
         raise NotImplementedError
 
     def pass_on(self, name: str) -> None:
@@ -81,7 +99,7 @@ def test_as_long_as_it_lives_it_is_heard_of(
     monkeypatch.setattr(run_state, "_TOUCH_EVERY_S", 0.01)
     run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
-    assert launch(LongTask(spec, run), TerminalConsole(run)) == 0
+    assert run_task(LongTask(spec, run), TerminalConsole(run)) == 0
 
 
 def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
@@ -91,7 +109,7 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     transport = Unreachable()
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
     console = TerminalConsole(run)
-    assert launch(Run(spec, transport, console, run), console) == 2
+    assert run_task(Run(spec, transport, console, run), console) == 2
     told = capfd.readouterr().err
     assert told == snapshot
     state = run_state.read_state(run)
@@ -102,3 +120,23 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     assert (failed.attempt, failed.finding.fix) == (0, "--port 29500")
     assert transport.closed == 1
     assert json.loads(run.job.read_text())["command"] == ["train.py"]
+
+
+@pytest.mark.parametrize(("deaths", "exit_code", "restarts"), [(0, 0, 0), (2, 0, 2), (3, 1, 2)])
+def test_death_of_a_joining_agent_is_a_restart(
+    tmp_path: Path, deaths: int, exit_code: int, restarts: int
+) -> None:
+    (tmp_path / "train.py").write_text("print('trained')")
+    run = create_run_folder(tmp_path, "train")
+    spec = JobSpec(
+        name="train",
+        command=("train.py",),
+        folder=str(tmp_path),
+        device="cpu",
+        ranks=1,
+        max_restarts=2,
+    )
+    console = TerminalConsole(run)
+    assert run_task(Run(spec, DiesWhileJoining(deaths), console, run), console) == exit_code
+    events = [event.name for event in run_state.read_events(run)]
+    assert events.count(run_state.RESTART) == restarts

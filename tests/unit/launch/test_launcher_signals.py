@@ -9,28 +9,22 @@ from pathlib import Path
 import pytest
 
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.stop_signals import StopSignals
+from torchmuster.launch.launcher.stopping import StopSignals
 from torchmuster.runfolder import create_run_folder
-
-
-class Idle:
-    """A task that does nothing, and notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.stop = self.pass_on = self.told.append
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_did_before(
     tmp_path: Path,
 ) -> None:
-    course = Idle()
+    passed_on: list[str] = []
     run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 
     async def work() -> None:
-        with StopSignals(spec, run, course) as requests:
+        with StopSignals(
+            spec, run, stop_task=passed_on.append, pass_on=passed_on.append
+        ) as requests:
             os.kill(os.getpid(), signal.SIGUSR1)
             while not requests.is_warned:
                 await asyncio.sleep(0.01)
@@ -42,4 +36,4 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
         asyncio.run(work())
     finally:
         signal.signal(signal.SIGUSR1, former)
-    assert (course.told, heard) == (["SIGUSR1"], [signal.SIGUSR1])
+    assert (passed_on, heard) == (["SIGUSR1"], [signal.SIGUSR1])

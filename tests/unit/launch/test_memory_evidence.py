@@ -17,11 +17,6 @@ from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT, MemoryPeak
 from torchmuster.units import GiB, MiB
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
-V1_MOUNT = "33 31 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
-KILL = (
-    "6,{number},99,-;{where}: Killed process {pid} (python3) total-vm:9kB, anon-rss:{anon}kB, "
-    "file-rss:1024kB, shmem-rss:0kB, UID:0\n"
-)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cgroups and /proc are Linux's")
 
 
@@ -39,9 +34,6 @@ def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path, {"proc/self/cgroup": "0::/pod/job", "proc/self/mountinfo": V2_MOUNT})
     write(tmp_path / "sys/fs/cgroup", {"pod/memory.max": 64 * GiB, "pod/job/memory.max": "max"})
     set_kills(tmp_path, 2)
-    (tmp_path / "kmsg").write_text(
-        "6,41,98,-;Out of memory: Killed process 77 (old) anon-rss:1kB\n"
-    )
     return tmp_path
 
 
@@ -53,7 +45,7 @@ def set_kills(root: Path, job: int, pod: int | None = None) -> None:
 
 
 def begin(root: Path) -> MemoryWatch:
-    return MemoryWatch.begin(root / "proc", root / "sys", root / "kmsg")
+    return MemoryWatch.begin(root / "proc", root / "sys")
 
 
 def peaks(root: Path, **kilobytes: int) -> MemoryPeaks:
@@ -76,7 +68,7 @@ def test_a_kill_that_the_cgroup_counted_is_explained_with_peak_and_limit(
     assert told.startswith(KERNEL_KILLED_IT)
     assert told == snapshot
     assert watch.explain(500, 137, seen) == told
-    limit = watch.explain(500, -9)
+    limit = watch.explain(500, -9, MemoryPeaks())
     assert limit.startswith(KERNEL_KILLED_IT)
     assert limit == snapshot
 
@@ -106,51 +98,14 @@ def test_kills_of_before_and_kills_of_a_neighbour_explain_nothing(
 
 
 @LINUX
-def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
-    assert MemoryWatch.begin(tmp_path, tmp_path, tmp_path / "kmsg").explain(5, -9) == ""
-
-
-@LINUX
-def test_the_kernel_s_log_names_the_victim_its_size_and_which_limit_it_was(
-    version_2: Path, snapshot: SnapshotAssertion
-) -> None:
-    watch = begin(version_2)
-    with (version_2 / "kmsg").open("a") as log:
-        log.write("6,42,98,-;something else\n SUBSYSTEM=net\n")
-        where = "Out of memory (oom_kill_allocating_task)"
-        log.write(KILL.format(number=43, where=where, pid=500, anon=200 * 2**20))
-        log.write(KILL.format(number=44, where="Memory cgroup out of memory", pid=501, anon=2**20))
-    assert watch.explain(500, -9) == snapshot  # the machine's 256 GiB
-    assert watch.explain(501, -9) == snapshot  # the cgroup's 64 GiB
-    assert KERNEL_KILLED_IT not in watch.explain(502, -9)
-    assert KERNEL_KILLED_IT not in watch.explain(77, -9)  # that was before
-
-
-@LINUX
 def test_a_worker_that_the_kernel_killed_is_evidence_for_its_rank(
     version_2: Path, snapshot: SnapshotAssertion
 ) -> None:
     watch = begin(version_2)
-    assert watch.explain(500, 1) == ""
+    assert watch.explain(500, 1, MemoryPeaks()) == ""
     set_kills(version_2, 3)
-    assert watch.explain(500, 1) == snapshot
-    assert watch.explain(500, -15) == ""
-
-
-@LINUX
-def test_version_1_counts_in_another_file(version_2: Path) -> None:
-    write(version_2, {"proc/self/cgroup": "4:memory:/job", "proc/self/mountinfo": V1_MOUNT})
-    files = {
-        "job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0",
-        "job/memory.limit_in_bytes": 2 * GiB,
-        "memory.limit_in_bytes": 9223372036854771712,
-    }
-    write(version_2 / "sys/fs/cgroup/memory", files)
-    watch = begin(version_2)
-    files["job/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\noom_kill 1"
-    write(version_2 / "sys/fs/cgroup/memory", files)
-    assert watch.explain(500, -9).startswith(KERNEL_KILLED_IT)
-    assert " 2.0 GiB " in watch.explain(500, -9)
+    assert watch.explain(500, 1, MemoryPeaks()) == snapshot
+    assert watch.explain(500, -15, MemoryPeaks()) == ""
 
 
 def test_the_peak_of_a_process_outlives_it() -> None:

@@ -48,7 +48,6 @@ _START = protocol.Start(
     interface=None,
     max_restarts=1,
 )
-_STARTED = protocol.Done(request="start")
 
 
 def with_node(scene: Callable[[ConnectedHost, FakeChannel], Awaitable[None]]) -> None:
@@ -76,42 +75,17 @@ async def said(channel: FakeChannel, *messages: protocol.FromAgent) -> None:
     await asyncio.sleep(0)
 
 
-def test_the_end_of_an_earlier_attempt_is_not_taken_for_this_one() -> None:
+def test_only_the_first_end_of_this_attempt_counts() -> None:
     async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
         node.expect(1)
         starting = asyncio.ensure_future(node.ask(_START, protocol.Done, within_s=GIVE_UP_S))
-        await said(channel, protocol.Ended(attempt=0, good=True), _STARTED)
+        await said(channel, protocol.Ended(attempt=0, good=True), protocol.Done())
         await starting
         assert not node.ended
-        this = protocol.Ended(attempt=1, good=False, words="of this one")
-        await said(channel, this)
-        assert node.ended == this
-
-    with_node(scene)
-
-
-def test_the_answer_to_a_late_request_to_stop_does_not_hide_a_failure() -> None:
-    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
-        node.expect(1)
-        starting = asyncio.ensure_future(node.ask(_START, protocol.Done, within_s=GIVE_UP_S))
-        await said(channel, _STARTED)
-        await starting
-        await node.stop(5, "another machine failed")
-        # It had failed by then; to the request it answers that nothing runs any more.
         failed = protocol.Ended(attempt=1, good=False, words="out of memory")
+        # To a late request to stop it answers that nothing runs any more.
         await said(channel, failed, protocol.Ended(attempt=1, good=True))
         assert node.ended == failed
-
-    with_node(scene)
-
-
-def test_the_end_of_an_earlier_attempt_does_not_count() -> None:
-    async def scene(node: ConnectedHost, channel: FakeChannel) -> None:
-        node.expect(1)
-        await said(channel, protocol.Ended(attempt=0, good=True))
-        assert not node.ended
-        await said(channel, protocol.Ended(attempt=1, good=True))
-        assert node.ended == protocol.Ended(attempt=1, good=True)
 
     with_node(scene)
 

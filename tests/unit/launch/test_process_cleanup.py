@@ -81,13 +81,6 @@ def test_one_agent_s_part_leaves_the_other_s_alone(token: str) -> None:
     assert (ended(second), ended(tenth)) == (-9, -9)
 
 
-def test_a_longer_token_that_begins_alike_is_another_run(token: str) -> None:
-    other = started(f"{token}0")
-    assert process_cleanup.processes_of(token) == []
-    assert process_cleanup.kill_processes(f"{token}0", within_s=GIVE_UP_S) == []
-    assert ended(other) == -9
-
-
 def test_whoever_sweeps_does_not_end_itself(token: str) -> None:
     program = (
         "import os, sys; from torchmuster.launch.node import process_cleanup\n"
@@ -116,7 +109,3 @@ def test_a_process_that_keeps_starting_others_is_ended_with_all_of_them(token: s
     assert process_cleanup.kill_processes(token, within_s=GIVE_UP_S) == []
     assert ended(process) == -9
     assert process_cleanup.processes_of(token) == []
-
-
-def test_where_nothing_runs_nothing_is_waited_for(token: str) -> None:
-    assert process_cleanup.kill_processes(token, within_s=10 * GIVE_UP_S) == []

@@ -153,9 +153,9 @@ def test_a_module_runs_as_with_python_m(run: Run, tmp_path: Path) -> None:
     [
         ("sys.exit()", 0, None),
         ("sys.exit(0)", 0, None),
-        ("sys.exit(3)", 3, "the script exited with: 3"),
-        ("sys.exit('no data')", 1, "the script exited with: no data"),
-        ("raise SystemExit(True)", 1, "the script exited with: True"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise SystemExit(True)", 1, ""),
         ("os._exit(5)", 5, None),
     ],
 )
@@ -198,7 +198,7 @@ def test_another_text_than_the_error_s_own_stays_alone(run: Run) -> None:
             sys.exit("no data")
         """
     )
-    assert ran.error["error"].endswith(": no data")
+    assert ran.error["error"] == "no data"
     assert "what" not in ran.error
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from patience import GIVE_UP_S
 from torchmuster.launch.node import output
-from torchmuster.launch.node.output import RankOutput
+from torchmuster.launch.node.output import RankLog
 
 
-def drained(log: Path, data: bytes, **options: int) -> RankOutput:
+def drained(log: Path, data: bytes, **options: int) -> RankLog:
     """Return the output of a rank that wrote ``data`` and exited."""
     reading, writing = os.pipe()
-    rank = RankOutput(3, log, **options)
+    rank = RankLog(3, log, **options)
     rank.drain(reading, attempt=0)
     with os.fdopen(writing, "wb") as stream:
         stream.write(data)
@@ -23,7 +23,7 @@ def drained(log: Path, data: bytes, **options: int) -> RankOutput:
     return rank
 
 
-def shown(rank: RankOutput) -> str:
+def shown(rank: RankLog) -> str:
     """Return all that the launcher gets."""
     texts = []
     while text := rank.take(last=True):
@@ -45,7 +45,7 @@ def test_restart_is_marked_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-3.log"
     log.write_text("first\n")
     reading, writing = os.pipe()
-    rank = RankOutput(3, log)
+    rank = RankLog(3, log)
     rank.drain(reading, attempt=1)
     os.write(writing, b"second\n")
     os.close(writing)

@@ -1,6 +1,7 @@
 """When a run that failed is started again, after which pause, and why it is not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,28 +14,19 @@ from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher.restart import PastAttempt, decide_restart
 
 
-def failure(
-    what: str = "rank 1 on a failed: ValueError: no batch", name: str = "rank-failed"
-) -> Finding:
-    return Finding(name=name, status=Status.FAILURE, what=what, why="raised at train.py:5")
-
-
 def attempt(
-    what: str = "rank 1 on a failed: ValueError: no batch",
-    *,
+    error: str = "ValueError: no batch",
+    who: str = "rank 0 on a",
     name: str = "rank-failed",
-    mistake: bool = False,
-    got_on: bool = False,
-    saved: int | None = None,
-    reached: int | None = None,
+    **facts: Any,
 ) -> PastAttempt:
-    return PastAttempt(
-        finding=failure(what, name), mistake=mistake, got_on=got_on, saved=saved, reached=reached
-    )
+    what = f"{who} failed: {error}"
+    finding = Finding(name=name, status=Status.FAILURE, what=what, why="raised at train.py:5")
+    return PastAttempt(finding=finding, error=error, **facts)
 
 
-KILLED = "rank 0 on a failed: killed (SIGKILL)"
-IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
+KILLED = "killed (SIGKILL)"
+IMPORT = "ModuleNotFoundError: No module named 'flash'"
 
 
 @pytest.mark.parametrize(
@@ -63,16 +55,16 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
             2.0,
         ),
         (
-            [attempt(f"rank 0 on a failed: error {'ab'[n % 2]}", saved=100) for n in range(4)],
+            [attempt(f"error {'ab'[n % 2]}", saved=100) for n in range(4)],
             3,
             None,
         ),
         # The same at the same place, whichever rank and whatever the numbers in the error.
         (
             [
-                attempt("rank 1 on a failed: loss 3 at 0x7f", got_on=True, saved=100, reached=120),
-                attempt("rank 0 on b failed: loss 4 at 0x80", saved=100, reached=120),
-                attempt("rank 1 on a failed: loss 5 at 0x8f", saved=100, reached=120),
+                attempt("loss 3 at 0x7f", "rank 1 on a", got_on=True, saved=100, reached=120),
+                attempt("loss 4 at 0x80", "rank 0 on b", saved=100, reached=120),
+                attempt("loss 5 at 0x8f", "all 2 ranks", saved=100, reached=120),
             ],
             10,
             None,
@@ -82,7 +74,7 @@ IMPORT = "all 2 ranks failed: ModuleNotFoundError: No module named 'flash'"
         ([attempt(reached=7)] * 3, 10, None),
         # Whoever kills from outside may do so anywhere, and again.
         ([attempt(KILLED, name="rank-killed", saved=100, reached=120)] * 3, 10, 4.0),
-        ([attempt("b was lost: no heartbeat for 10 s", name="host-lost", saved=100)] * 3, 10, 4.0),
+        ([attempt("no heartbeat for 10 s", name="host-lost", saved=100)] * 3, 10, 4.0),
         # What cannot mend itself is not repeated, unless it had worked before.
         ([attempt(IMPORT, mistake=True)], 3, None),
         ([attempt(KILLED), attempt(IMPORT, mistake=True)], 3, 2.0),
@@ -104,9 +96,7 @@ def test_the_decision(
 def failed(
     what: str = "", error: str = "", exit_code: int = 1, ago_s: float = 0.0
 ) -> protocol.Failure:
-    return protocol.Failure(
-        rank=0, local_rank=0, exit_code=exit_code, ago_s=ago_s, error=error, what=what
-    )
+    return protocol.Failure(rank=0, exit_code=exit_code, ago_s=ago_s, error=error, what=what)
 
 
 @pytest.mark.parametrize(
@@ -142,17 +132,18 @@ def test_what_is_said_at_a_restart(
     announced = restart.restart_announcement(
         attempt(KILLED, saved=saved), pause_s, "restart 1 of 3"
     )
-    assert announced.startswith(f"{KILLED}; ")
+    assert announced.startswith(f"rank 0 on a failed: {KILLED}; ")
     assert announced == snapshot
 
 
 def test_a_script_that_is_not_known_to_resume_is_not_said_to() -> None:
-    last = PastAttempt(finding=failure(KILLED), saved=1200, resumes=False)
+    last = replace(attempt(saved=1200), resumes=False)
     assert "1,200" not in restart.restart_announcement(last, 0.0, "restart 1 of 3")
 
 
 def test_the_end_says_why_there_is_no_other_attempt_before_why_it_failed() -> None:
-    ended = restart.with_reason(failure(), "crash loop")
-    assert ended.what == failure().what
-    assert ended.why == f"crash loop\n{failure().why}"
-    assert restart.with_reason(failure(), "") == failure()
+    failure = attempt().finding
+    ended = restart.with_reason(failure, "crash loop")
+    assert ended.what == failure.what
+    assert ended.why == f"crash loop\n{failure.why}"
+    assert restart.with_reason(failure, "") == failure

@@ -71,17 +71,6 @@ def test_the_newest_complete_one_is_used_and_a_torn_newer_one_is_named(
     assert "optimizer.pt" in found.why
 
 
-def test_one_that_was_begun_and_never_recorded_is_named(run: RunFolder, tmp_path: Path) -> None:
-    add(run, tmp_path, 20, "transformers")
-    begun = trainer_folder(tmp_path / "checkpoint-30")
-    (begun / "trainer_state.json").unlink()
-    trainer_folder(tmp_path / "checkpoint-other")  # its name is not like the recorded one's
-    plan = plan_resume(job(tmp_path), run.metrics)
-    assert plan.checkpoint is not None
-    assert plan.checkpoint.step == 20
-    assert [path for path, _ in plan.unusable] == [str(begun)]
-
-
 def test_those_that_the_script_deleted_are_not_called_torn(run: RunFolder, tmp_path: Path) -> None:
     add(run, tmp_path, 10, "torch.save")
     add(run, tmp_path, 20, "torch.save").unlink()

@@ -23,7 +23,7 @@ WORDS = f"{SAVED} (SIGUSR1 to rank 1)"
 def rank(number: int, exit_code: int, what: str = "") -> protocol.Failure:
     why = "SIGUSR1 to rank 1" if what else ""
     return protocol.Failure(
-        rank=number, local_rank=0, exit_code=exit_code, ago_s=0.0, what=what, why=why, error=""
+        rank=number, exit_code=exit_code, ago_s=0.0, what=what, why=why, error=""
     )
 
 

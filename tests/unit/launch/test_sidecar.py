@@ -75,7 +75,7 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
     snapshot: SnapshotAssertion,
 ) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(program=EXAMINER, token=token))
         await launcher.hear(protocol.Done)
         launcher.to_agent.put_nowait(question(7, "no-such-verb"))
         relayed = await launcher.hear(protocol.Relay)
@@ -92,9 +92,7 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
 @pytest.mark.usefixtures("own_machine")
 def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(
-            protocol.StartSidecar(program="torchmuster.no_such", token=token)
-        )
+        launcher.to_agent.put_nowait(protocol.Relay(program="torchmuster.no_such", token=token))
         ended = await launcher.hear(protocol.Relay)
         assert isinstance(ended, protocol.Relay)
         assert ended.exit_code == 1
@@ -106,7 +104,7 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(program=EXAMINER, token=token))
         await launcher.hear(protocol.Done)
         (pid,) = pids_of(token)
         os.kill(pid, signal.SIGKILL)
@@ -119,7 +117,7 @@ def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.StartSidecar(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(program=EXAMINER, token=token))
         await launcher.hear(protocol.Done)
         process_cleanup.kill_processes(f"{token}.ranks", within_s=1.0)
         launcher.to_agent.put_nowait(question(1, "no-such-verb"))
@@ -131,7 +129,7 @@ def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_another_program_takes_the_place_of_the_first() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        message = protocol.StartSidecar(program=EXAMINER, token=token)
+        message = protocol.Relay(program=EXAMINER, token=token)
         pids = []
         for _ in range(2):
             launcher.to_agent.put_nowait(message)
@@ -151,7 +149,7 @@ def test_programs_that_are_not_ours_are_refused(program: str, snapshot: Snapshot
         raise AssertionError(message)
 
     with pytest.raises(Impossible) as caught:
-        asyncio.run(Sidecar.begin(protocol.StartSidecar(program=program, token="t"), send))
+        asyncio.run(Sidecar.begin(protocol.Relay(program=program, token="t"), send))
     assert str(caught.value) == snapshot
 
 
@@ -162,7 +160,7 @@ def test_a_program_that_does_not_listen_is_killed() -> None:
         async def send(message: protocol.FromAgent) -> None:
             heard.append(message)
 
-        message = protocol.StartSidecar(program=EXAMINER, token=os.urandom(8).hex())
+        message = protocol.Relay(program=EXAMINER, token=os.urandom(8).hex())
         sidecar = await Sidecar.begin(message, send)
         os.kill(sidecar.pid, signal.SIGSTOP)
         async with asyncio.timeout(GIVE_UP_S):
@@ -183,7 +181,7 @@ def test_a_program_that_cannot_even_be_killed_is_left_to_the_supervisor(
         pass
 
     async def play_it() -> None:
-        message = protocol.StartSidecar(program=EXAMINER, token=os.urandom(8).hex())
+        message = protocol.Relay(program=EXAMINER, token=os.urandom(8).hex())
         sidecar = await Sidecar.begin(message, send)
         wait = sidecar._process.wait
         monkeypatch.setattr(sidecar._process, "wait", for_ever)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,11 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history.resume import ResumePlan
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher import run as run_module
-from torchmuster.launch.launcher import training_progress
 from torchmuster.launch.launcher.console import TerminalConsole
+from torchmuster.launch.launcher.restart import TrainingProgress
 from torchmuster.launch.launcher.run import Run
-from torchmuster.launch.launcher.training_progress import TrainingProgress
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder
 
@@ -103,6 +104,13 @@ def test_the_first_warning_is_the_origin_of_the_request(tmp_path: Path) -> None:
     assert warning.origin == "SIGUSR2 to the launcher"
 
 
+def test_a_stop_after_a_restart_gives_the_ranks_the_whole_grace(tmp_path: Path) -> None:
+    session = supervise(tmp_path)._session
+    session.kill_by(-100.0)  # the end of an earlier attempt
+    session.stop("Ctrl-C")
+    assert session.kill_at_s > time.monotonic()
+
+
 def test_a_restart_replaces_the_arguments_of_the_one_before(tmp_path: Path) -> None:
     session = supervise(tmp_path)._session
 
@@ -112,7 +120,7 @@ def test_a_restart_replaces_the_arguments_of_the_one_before(tmp_path: Path) -> N
 
     def sent() -> tuple[str, ...]:
         node = SimpleNamespace(place=0, part="x")
-        return session._preparation(node, session.spec, again=True).command  # type: ignore[arg-type]
+        return session._preparation(node, session.spec).command  # type: ignore[arg-type]
 
     by_itself = ResumePlan(arguments=("--auto",), is_certain=True)
     assert not session.resume_script(by_itself, again=False)  # the first attempt starts anew
@@ -143,7 +151,7 @@ def test_a_look_that_takes_too_long_leaves_what_was_known(
         over.wait(GIVE_UP_S)
         return TrainingProgress()
 
-    monkeypatch.setattr(training_progress, "read_training_progress", look)
+    monkeypatch.setattr(restart, "read_training_progress", look)
     monkeypatch.setattr(run_module, "_LOOK_WITHIN_S", 0.05)
 
     async def work() -> TrainingProgress:

@@ -43,13 +43,6 @@ def test_an_alert_is_raised_when_it_should_be(scenario: Scenario) -> None:
     assert (scenario.alert in raised) is scenario.raised
 
 
-def test_every_alert_has_a_scenario_that_raises_it_and_one_that_does_not() -> None:
-    for raised in (True, False):
-        assert {one.alert for one in SCENARIOS if one.raised is raised} == {
-            alert.name for alert in ALERTS
-        }
-
-
 def _template(text: str) -> str:
     """Return a text with names in braces as variables of Prometheus' templates."""
     text = text.replace("{value}", "{{ $value | humanize }}")
@@ -145,11 +138,3 @@ def test_what_must_hold_for_a_while_begins_anew_after_a_gap() -> None:
     assert watching.look(_samples(series, 0), 61.0) == []
     (raised,) = watching.look(_samples(series, 0), 130.0)
     assert raised.alert.name == "MusterDiskFull"
-
-
-def test_a_name_with_braces_is_shown_as_it_is() -> None:
-    watching = AlertWatch()
-    labels = {"job": "{value} {run}", "run": "r{1}", "phase": "failed"}
-    (news,) = watching.look(_samples(((catalogue.RUN_PHASE, labels, [1.0]),), 0), 0.0)
-    assert news.summary.startswith("{value} {run}: ")
-    assert "r{1}" in news.summary

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from made_up_runs import LINE, NOW
-from script_checkpoints import record
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
 from torchmuster.devices.request import DeviceRequest
@@ -58,7 +57,7 @@ class Watched:
             stream.write(json.dumps(LINE | changed) + "\n")
 
     def launched_on(self, host: str) -> None:
-        launcher = {"host": host, "pid": 1, "created_unix_s": 1.0}
+        launcher = {"host": host, "pid": 1, "start_s": 1.0}
         job = {"command": ["x"], "folder": "/", "hosts": [], "launcher": launcher, "token": ""}
         job |= {"grace_s": 5.0, "slurm_job": None, "module": False}
         job |= {"typed": [], "flags": [], "resume_with": []}
@@ -97,14 +96,6 @@ def _key(sample: Sample, run: str) -> str:
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
     return Watched(tmp_path)
-
-
-def test_a_run_that_has_only_begun(watched: Watched) -> None:
-    watched.state("joining")
-    seen = watched.look()
-    assert seen["run_phase joining"] == 1
-    assert seen["run_start_timestamp_seconds"] == NOW - 100
-    assert not [name for name in seen if name.startswith(("train", "rank", "checkpoint"))]
 
 
 def test_its_steps(watched: Watched) -> None:
@@ -191,27 +182,6 @@ def test_what_a_training_says_of_its_saves(watched: Watched) -> None:
     assert seen["checkpoint_stall_seconds"] == 0.25
 
 
-def test_how_often_a_run_saves_is_known_after_three_checkpoints(watched: Watched) -> None:
-    """Of a script that writes two files each time; what an earlier launch did does not count."""
-    watched.state("running")
-    for at_s, step in ((-9000, 5), (-90, 10), (-89, 10), (-70, 20)):
-        record(watched.run, f"/data/{step}.pt", step, library="torch.save", at_unix_s=NOW + at_s)
-    assert watched.look()["checkpoint_interval_seconds"] == 3600
-    record(watched.run, "/data/30.pt", 30, library="torch.save", at_unix_s=NOW - 40)
-    seen = watched.look()
-    assert seen["checkpoint_interval_seconds"] == 30
-    assert seen["checkpoint_step"] == 30
-
-
-def test_a_script_that_never_saves_has_an_age_too(watched: Watched) -> None:
-    """A run of muster train without checkpoints has none."""
-    watched.state("running")
-    watched.line()
-    assert "checkpoint_age_seconds" not in watched.look()
-    watched.launched_on("a")
-    assert watched.look()["checkpoint_age_seconds"] > 100
-
-
 def test_a_run_is_told_of_however_many_have_ended_since(watched: Watched) -> None:
     watched.state("running")
     for _ in range(25):
@@ -258,32 +228,6 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     assert "rank_data_ratio 0" not in seen
 
 
-def test_a_rank_that_was_heard_of_before_the_first_one_counts_once(watched: Watched) -> None:
-    """A machine's file is called by the first rank that it has heard of, so there may be an older one beside it."""
-    watched.state("running")
-    heartbeats = [Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7) for rank in (0, 1)]
-    for first, at_s in ((1, NOW - 2), (0, NOW)):
-        ranks = tuple(heartbeats[first:])
-        content = node_records.NodeRanks(host="a", attempt=0, at_unix_s=at_s, ranks=ranks)
-        path = node_records.node_record_path(watched.run, "a", first)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(content))
-    assert watched.look()["run_ranks"] == 2
-
-
-def test_so_many_ranks_were_started_since_the_run_was_launched(watched: Watched) -> None:
-    watched.state("running")
-    assert "run_ranks_started" not in watched.look()
-    for ranks in (4, 2):
-        run_state.log_event(watched.run, "started", attempt=0, ranks=ranks)
-    assert watched.look()["run_ranks_started"] == 4, (
-        "it goes on with fewer, which it was not launched with"
-    )
-    run_state.log_event(watched.run, "finished", exit_code=0)
-    run_state.log_event(watched.run, "started", attempt=0, ranks=1)
-    assert watched.look()["run_ranks_started"] == 1, "somebody has launched it anew"
-
-
 def test_what_an_agent_writes_is_read(watched: Watched) -> None:
     watched.state("running")
     heartbeat = Heartbeat(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
@@ -293,14 +237,6 @@ def test_what_an_agent_writes_is_read(watched: Watched) -> None:
     own = socket.gethostname()
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on=own) == [found]
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on="another") == []
-
-
-def test_a_machine_writes_only_where_it_sees_the_run(watched: Watched, tmp_path: Path) -> None:
-    path = str(watched.run.path)
-    assert node_records.seen_here(path, watched.run.id) == watched.run
-    assert node_records.seen_here(path, "another-run") is None
-    assert node_records.seen_here(str(tmp_path / "not-mounted"), watched.run.id) is None
-    assert node_records.seen_here(None, watched.run.id) is None
 
 
 def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: Watched) -> None:
@@ -364,7 +300,3 @@ def test_a_run_is_told_of_for_a_while_after_its_end(watched: Watched) -> None:
     assert watched.look()["run_phase finished"] == 1
     watched.now += 3600
     assert "run_phase finished" not in watched.look()
-
-
-def test_who_asks_at_once_is_given_the_same_answer(watched: Watched) -> None:
-    assert watched.collector.samples() is watched.collector.samples()

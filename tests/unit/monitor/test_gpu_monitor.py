@@ -67,14 +67,6 @@ def test_gpus_are_logged_beside_it(machine: Machine) -> None:
     assert len([name for name in logged if name.endswith("power_w")]) == 8
 
 
-def test_only_gpus_that_may_be_seen(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(scenarios.eight_a100())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    with GPUMonitor() as monitor:
-        logged = monitor.log_metrics(1, {})
-    assert {name.partition("/")[0] for name in logged} == {"gpu 2"}
-
-
 @pytest.mark.integrations
 def test_curves_for_tensorboard(machine: Machine, tmp_path: Path) -> None:
     machine(scenarios.eight_a100())
@@ -144,22 +136,6 @@ def test_a_card_that_fails_is_told_to_the_log(
     assert "(Xid 79)" in caplog.text
 
 
-def test_a_listener_that_fails_does_not_end_the_watching(
-    own_machine: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(text: str) -> None:
-        raise ValueError("mine")
-
-    with GPUMonitor(on_alert=fail) as monitor:
-        monitor.log_metrics(1, {"loss": math.nan})
-    assert "on_alert failed" in caplog.text
-
-
-def test_what_is_no_number_is_refused(own_machine: Path) -> None:
-    with GPUMonitor() as monitor, pytest.raises(Impossible, match="'loss' is not a number"):
-        monitor.log_metrics(1, {"loss": "low"})  # type: ignore[dict-item]
-
-
 def test_other_ranks_of_the_machine_are_quiet(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,43 +150,12 @@ def test_other_ranks_of_the_machine_are_quiet(
     assert not (tmp_path / "curves").exists()
 
 
-def test_the_first_rank_of_another_machine_serves_but_writes_no_curves(
-    own_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with GPUMonitor(tensorboard_folder=tmp_path / "curves", prometheus_port=0) as monitor:
-        assert monitor.port
-    assert not (tmp_path / "curves").exists()
-
-
 def test_a_port_that_is_taken_is_named_and_nothing_is_left(own_machine: Path) -> None:
     with GPUMonitor(prometheus_port=0) as first:
         before = threading.active_count()
         with pytest.raises(Impossible, match="cannot serve metrics"):
             GPUMonitor(prometheus_port=first.port)
         assert threading.active_count() == before
-
-
-@pytest.mark.parametrize(
-    ("package", "argument", "install"),
-    [
-        ("tensorboard", "tensorboard_folder='x'", "torchmuster[tensorboard]"),
-        ("prometheus_client", "prometheus_port=0", "torchmuster[watch]"),
-    ],
-)
-def test_a_package_that_is_missing_is_named(
-    own_machine: Path, package: str, argument: str, install: str
-) -> None:
-    program = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "from torchmuster.distributed import GPUMonitor\n"
-        f"GPUMonitor({argument})\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=own_machine, capture_output=True, text=True
-    )
-    assert install in done.stderr, done.stderr
 
 
 @pytest.mark.integrations

@@ -14,7 +14,6 @@ from made_up_runs import (
     add_lines,
     add_ranks,
     lifelike_lines,
-    set_state,
     write_lines,
 )
 from torchmuster.monitor.views import page_parts
@@ -84,12 +83,6 @@ def _tiles(parts: dict[str, str]) -> dict[str, str]:
     return dict(re.findall(r"<div><span>(.*?)</span><b>(.*?)</b></div>", parts["tiles"]))
 
 
-def test_before_the_first_step(run: RunFolder) -> None:
-    parts = _shown(run)
-    assert "no step yet" in parts["tiles"]
-    assert parts["curves"] == ""
-
-
 def test_the_figures_are_the_runs_own(run: RunFolder) -> None:
     add_lines(run)
     (run.metrics / "evaluations.jsonl").write_text('{"step": 90, "epoch": 0, "accuracy": 0.875}\n')
@@ -115,13 +108,6 @@ def test_each_rank_has_a_row_with_its_figures(run: RunFolder, count: int) -> Non
     assert ("the other ranks wait for rank 0" in shown) == (count > 1)
 
 
-def test_what_is_not_known_of_a_rank_is_a_question_mark(run: RunFolder) -> None:
-    add_ranks(run, 2)
-    (path,) = run.metrics.glob("ranks/*/from-0.json")
-    path.write_text(path.read_text().replace('"data_share":0.1', '"data_share":null', 1))
-    assert "<td>?</td>" in _shown(run)["ranks"]
-
-
 def test_losses_that_are_no_numbers_leave_a_gap_and_a_mark(run: RunFolder) -> None:
     write_lines(run, lifelike_lines(60, bad_from=50))
     parts = _shown(run)
@@ -142,14 +128,6 @@ def test_a_long_run_has_no_more_points_than_a_page_can_show(run: RunFolder) -> N
     assert sum(map(len, parts.values())) < 100_000
 
 
-def test_restarts_are_among_the_events(run: RunFolder) -> None:
-    add_event(run, "started", NOW - 85, attempt=0, ranks=2, hosts=["a 2"])
-    add_event(run, "restart", NOW - 40, headline="rank 1 failed", from_step=50)
-    shown = _shown(run)["happened"]
-    assert shown.index("2 ranks started: a 2") < shown.index("rank 1 failed")
-    assert "step 50" in shown
-
-
 def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     run = a_run(tmp_path, EVIL, "failed", EVIL)
     add_lines(run, verdict=EVIL)
@@ -162,27 +140,3 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     shown = "".join(_shown(run).values())  # looked at for elements and handlers, too
     assert "<script>" not in shown
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
-
-
-def test_a_constant_learning_rate_is_a_figure_and_no_curve(run: RunFolder) -> None:
-    add_lines(run, learning_rate=3e-6)
-    parts = _shown(run)
-    assert _tiles(parts)["learning rate"] == "3e-06"
-    assert ">learning rate<" not in parts["curves"]
-    write_lines(run, lifelike_lines(20))
-    assert ">learning rate<" in _shown(run)["curves"]
-
-
-def test_that_a_run_has_finished_is_no_alert(run: RunFolder) -> None:
-    set_state(run, "finished")
-    assert "has finished" not in _shown(run)["alerts"]
-    set_state(run, "failed")
-    assert "has failed" in _shown(run)["alerts"]
-    picture = RunWatch(run).look(NOW)
-    assert [one.alert.name for one in picture.news] == ["MusterRunFailed"]
-
-
-def test_a_share_is_at_most_100_percent(run: RunFolder) -> None:
-    add_ranks(run, 2, spread=2.0)
-    shown = _shown(run)["ranks"]
-    assert max(int(value) for value in re.findall(r"(\d+) %", shown)) == 100

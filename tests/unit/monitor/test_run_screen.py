@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from made_up_runs import NOW, a_run, add_lines, add_ranks, set_state
-from script_checkpoints import accelerate_folder, cut, record, torch_file
+from script_checkpoints import accelerate_folder, record, torch_file
 from torchmuster.launch.history import run_state
 from torchmuster.monitor.views.run_picture import RunPicture, RunWatch
 from torchmuster.monitor.views.run_screen import run_screen
@@ -23,11 +23,6 @@ def _look(run: RunFolder) -> RunPicture:
 
 def _shown(run: RunFolder, width: int = 80) -> str:
     return run_screen(_look(run), width).plain
-
-
-def test_before_the_first_step(run: RunFolder) -> None:
-    assert "llm  running  1 min" in _shown(run)
-    assert "no step yet" in _shown(run)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -52,19 +47,6 @@ def test_a_reported_hang_is_shown_until_it_is_over(run: RunFolder) -> None:
     assert "alerts none" not in shown
     run_state.log_event(run, run_state.HANG_OVER, what="rank 1 continues")
     assert "keeps the others waiting" not in _shown(run, 120)
-
-
-def test_the_newest_checkpoint_of_a_script(run: RunFolder, tmp_path: Path) -> None:
-    add_lines(run)
-    path = torch_file(tmp_path / "a" / "step40.pt")
-    record(run, path, 40, library="torch.save", at_unix_s=NOW - 30, size=path.stat().st_size)
-    shown = _shown(run, 200)
-    assert "saved step 40, 30 s ago" in shown
-    (line,) = [line for line in shown.splitlines() if line.startswith("checkpoint ")]
-    assert line.startswith("checkpoint 4.3 KiB, complete: ")
-    assert line.endswith("a/step40.pt")
-    cut(path)
-    assert "torn: step40.pt is truncated" in _shown(run, 200)
 
 
 def test_a_checkpoint_is_looked_at_until_it_is_complete(run: RunFolder, tmp_path: Path) -> None:
@@ -109,11 +91,6 @@ def test_the_slow_rank_is_named(run: RunFolder) -> None:
     assert "the other ranks wait for rank 5" in _shown(run)
     add_ranks(run, 8)
     assert "the others wait" not in _shown(run)
-
-
-def test_ranks_in_which_python_does_not_run(run: RunFolder) -> None:
-    add_ranks(run, 12, silent_s=40.0)
-    assert "rank 0, 1, 2, 3, 4, 5, 6, 7, …" in _shown(run)
 
 
 def test_a_run_that_failed(run: RunFolder) -> None:

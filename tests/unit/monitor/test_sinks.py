@@ -140,13 +140,6 @@ def test_a_training_that_fails_tells_the_tracker(
     assert (tracker.of("train"), tracker.closed) == ([1], [False])
 
 
-def test_without_trackers_there_is_no_thread(written: WrittenRun) -> None:
-    before = threading.active_count()
-    with send_in_background(written.run.path, ()):
-        assert threading.active_count() == before
-    assert not (written.run.metrics / "sinks").exists()
-
-
 @pytest.mark.integrations
 def test_tensorboard_has_every_step_once_with_its_time(written: WrittenRun) -> None:
     accumulators: Any = pytest.importorskip(

@@ -48,24 +48,6 @@ def test_mlflow_has_one_run_that_goes_on(
     assert kept.statuses == ["RUNNING", "FAILED"] * 2, "nobody said that it has finished"
 
 
-@pytest.mark.integrations
-@pytest.mark.nightly
-def test_a_run_of_mlflow_is_found_again_without_its_id(
-    written: WrittenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("mlflow")
-    written.steps(1, 2)
-    with mlflow_server() as kept:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", kept.address)
-        written.send("mlflow")
-        # It was made, and then the disk was full.
-        (written.run.metrics / "sinks" / "mlflow.json").unlink()
-        written.steps(3)
-        written.send("mlflow")
-        assert len(kept.runs) == 1
-        assert [step for step, _ in kept.points("train/loss")] == [1, 2, 3]
-
-
 # The file is LevelDB's log format after seven bytes; its records are messages that W&B's library can read.
 READ_WANDB = """
 import json, struct, sys

@@ -20,13 +20,17 @@ from torchmuster.notebook.rank_loop import connect
 KEY = new_secret()
 CELLS = msgspec.msgpack.Decoder(Run)
 TEXTS = msgspec.msgpack.Decoder(Wrote)
-Came = queue.SimpleQueue[tuple[int, Connection]]
+Came = queue.SimpleQueue[tuple[Hello, Connection]]
+
+
+def hello(rank: int) -> Hello:
+    return Hello(rank=rank, world_size=4, pid=1, run="a-run")
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[tuple[RankListener, Came]]:
     came: Came = queue.SimpleQueue()
-    listener = RankListener(KEY, lambda rank, connection: came.put((rank, connection)))
+    listener = RankListener(KEY, lambda *rank: came.put(rank))
     try:
         yield listener, came
     finally:
@@ -35,9 +39,9 @@ def listening() -> Iterator[tuple[RankListener, Came]]:
 
 def test_a_rank_with_the_key_is_admitted_and_both_send() -> None:
     with listening() as (listener, came):
-        rank = connect(listener.port, KEY, 3)
-        number, notebook = came.get(timeout=GIVE_UP_S)
-        assert number == 3
+        rank = connect(listener.port, KEY, hello(3))
+        came_in, notebook = came.get(timeout=GIVE_UP_S)
+        assert came_in == hello(3)
         cell = Run(request=1, name="cell-1", code="x" * 3_000_000)
         sender = threading.Thread(target=send, args=(notebook, cell))
         sender.start()
@@ -52,13 +56,12 @@ def test_a_rank_with_the_key_is_admitted_and_both_send() -> None:
             assert receive(notebook, TEXTS) == Wrote(text="y" * 999)
         assert receive(notebook, TEXTS) is None
         notebook.close()
-        assert listener.refused == []
 
 
 def test_a_wrong_key_is_refused() -> None:
     with listening() as (listener, came):
         with pytest.raises(AuthenticationError):
-            connect(listener.port, new_secret(), 0)
+            connect(listener.port, new_secret(), hello(0))
         assert came.empty()
 
 
@@ -77,23 +80,22 @@ def test_a_client_without_the_key_is_refused_and_delays_no_rank(sent: bytes) -> 
             with contextlib.suppress(ConnectionResetError):
                 while client.recv(1000):
                     pass
-            with connect(listener.port, KEY, 0):
+            with connect(listener.port, KEY, hello(0)):
                 came.get(timeout=GIVE_UP_S)[1].close()
         assert came.empty()
-        assert len(listener.refused) >= 1
 
 
 def test_a_rank_connects_once() -> None:
     with listening() as (listener, came):
         with (
-            connect(listener.port, KEY, 0),
+            connect(listener.port, KEY, hello(0)),
             Client(("127.0.0.1", listener.port), authkey=KEY) as two,
         ):
             _, first = came.get(timeout=GIVE_UP_S)
-            send(two, Hello(rank=0))
+            send(two, hello(0))
             assert receive(two, CELLS) is None
             first.close()
-        assert listener.refused == ["rank 0 is already connected"]
+        assert came.empty()
 
 
 def test_a_rank_sends_nothing_to_a_listener_without_the_key() -> None:
@@ -106,7 +108,7 @@ def test_a_rank_sends_nothing_to_a_listener_without_the_key() -> None:
         thread = threading.Thread(target=accept)
         thread.start()
         with pytest.raises(AuthenticationError):
-            connect(stranger.address[1], KEY, 0)
+            connect(stranger.address[1], KEY, hello(0))
         thread.join()
 
 

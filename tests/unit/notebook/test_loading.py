@@ -64,8 +64,7 @@ def test_ranks_that_are_none_are_refused(line: str, what: str) -> None:
 
 def test_what_start_asks_for() -> None:
     options = command_line.magic_parser().parse_args(["start", "--ranks", "2", "--device", "cpu"])
-    spec = command_line.requested_ranks(options)
-    assert (spec.ranks, spec.device, spec.hosts) == (2, "cpu", ())
+    assert command_line.run_flags(options) == ["--device", "cpu", "--ranks", "2"]
 
 
 @pytest.mark.parametrize("line", ["start --ranks 0", "begin", ""])

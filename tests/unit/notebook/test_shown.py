@@ -4,7 +4,6 @@ from pathlib import Path
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.notebook.messages import Done
 from torchmuster.notebook.shown import CellShown, Lines, errors_text, progress_text, values_text
@@ -69,7 +68,7 @@ def test_where_ranks_stand_is_said_of_those_alike_together(snapshot: SnapshotAss
         4: heartbeat(4, "", ""),
     }
     assert progress_text(range(5), (0, 1, 2, 4), places) == snapshot
-    assert progress_text([0], [0], places, lambda _: "45%|####") == "rank 0 shows 45%|####"
+    assert progress_text([0], [0], places, lambda _: "45%|####") == "rank 0: 45%|####"
 
 
 class Seen(CellShown):
@@ -119,15 +118,3 @@ def test_a_failure_is_shown_before_the_others_end(tmp_path: Path) -> None:
     assert seen.wrote == ["[rank 1] ValueError: x\n"]
     assert seen.errors(failed) == "rank 1 failed, as shown above"
     assert seen.errors({**failed, 0: done(error="E")}) == "[rank 0] E"
-
-
-def test_a_hang_of_a_rank_that_is_done_is_explained(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    seen = Seen(tmp_path)
-    hang = Finding(name="rank-elsewhere", status=Status.WARNING, what="rank 1 keeps")
-    seen.passing({1: done()})
-    seen.found([hang])
-    assert "rank 1 keeps" in seen.wrote[0]
-    assert seen.wrote[1].startswith("rank 1 ")
-    assert seen.wrote[1].strip() == snapshot

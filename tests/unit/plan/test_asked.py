@@ -78,11 +78,3 @@ def test_what_a_card_is_known_not_to_have_is_refused() -> None:
 
 def test_a_given_micro_batch_size_is_fixed() -> None:
     assert asked(CARD, train__micro_batch_size="4").micro_batch_size == 4
-
-
-def test_an_optimizer_that_cannot_update_shards_is_planned_without_fsdp() -> None:
-    for optimizer in ("adafactor", "adamw_8bit"):
-        assert asked(CARD, train__optimizer=optimizer).strategy == "ddp"
-        with pytest.raises(Impossible, match=f"{optimizer}, which cannot update the shards"):
-            asked(CARD, train__optimizer=optimizer, distributed__strategy="fsdp")
-    assert asked(CARD, train__optimizer="muon").strategy is None

@@ -39,9 +39,9 @@ def test_a_card_is_found_by_the_names_that_people_and_drivers_give_it(
 
 
 def test_every_card_is_found_by_its_own_name_and_has_figures_to_compute_with() -> None:
-    for name in catalogue.known_gpus():
-        card = catalogue.known_gpu(name).card
-        assert card.name == name
+    for known in catalogue.all_known():
+        card = catalogue.known_gpu(known.card.name).card
+        assert card is known.card
         assert 10 * GiB < card.memory_bytes < 200 * GiB
         assert (card.bandwidth_bytes_s or 0) > 1e11
         assert card.flops["float32"] <= card.flops["float16"]
@@ -51,7 +51,7 @@ def test_every_card_is_found_by_its_own_name_and_has_figures_to_compute_with() -
 def test_a_card_says_who_quotes_its_figures_or_that_nobody_was_asked(
     snapshot: SnapshotAssertion,
 ) -> None:
-    sources = {name: catalogue.known_gpu(name).card.source for name in catalogue.known_gpus()}
+    sources = {known.card.name: known.card.source for known in catalogue.all_known()}
     assert sources["H100"] == snapshot
     assert sources["MI210"] == snapshot
     assert sources["A10G"] == snapshot

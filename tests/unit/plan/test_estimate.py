@@ -105,6 +105,13 @@ def test_padding_rows_are_gathered() -> None:
     assert 8192 * 2 * estimate.shard_elements(record, 8192 * 2) == 2 * whole
 
 
+def test_the_band_includes_that_of_what_is_outside_of_the_allocator() -> None:
+    found = memory(fsdp())
+    _, low, high = estimate.device_bytes(found.tensor_bytes, hardware())
+    assert found.low_bytes - low == sum(term.low_bytes for term in found.outside)
+    assert found.high_bytes - high == sum(term.high_bytes for term in found.outside)
+
+
 def test_groups_have_buffers_outside_of_the_allocator() -> None:
     hybrid = Candidate(strategy="fsdp", layout=ShardLayout(copies=2, shards=8))
     names = [term.name for term in memory(hybrid, machines=2).outside]

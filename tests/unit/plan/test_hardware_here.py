@@ -1,6 +1,8 @@
 """This machine as hardware: the cards that a run would have, and what is taken of cards that differ."""
 
 import dataclasses
+import os
+from unittest.mock import patch
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -8,7 +10,8 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
-from torchmuster.devices.model import Device, DeviceKind, Node
+from torchmuster.devices import snapshot
+from torchmuster.devices.model import Device, DeviceKind, Link, LinkKind, Node
 from torchmuster.errors import Impossible, NoSuchDevice
 from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
@@ -18,8 +21,8 @@ CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", tot
 L4 = "NVIDIA L4"
 
 
-def node(*cards: Device) -> Node:
-    return Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=CPU)
+def node(*cards: Device, links: tuple[Link, ...] = ()) -> Node:
+    return Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=CPU, links=links)
 
 
 def card(index: int, name: str = L4, gib: float = 22, **more: object) -> Device:
@@ -41,9 +44,15 @@ def settings(*flags: tuple[str, str]) -> Settings:
     ).settings
 
 
-def of(on: Node, *flags: tuple[str, str], seen: str | None = None, **more: object) -> Hardware:
+def of(
+    on: Node, *flags: tuple[str, str], seen: str | None = None, ranks: int | None = None
+) -> Hardware:
     environment = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
-    return here.hardware_from_settings(settings(*flags), node=on, environment=environment, **more)  # type: ignore[arg-type]
+    with (
+        patch.object(snapshot, "take_snapshot", lambda: on),
+        patch.dict(os.environ, environment, clear=True),
+    ):
+        return here.hardware_here(settings(*flags), ranks=ranks)
 
 
 def test_a_plan_is_for_the_cards_that_the_run_will_have(snapshot: SnapshotAssertion) -> None:
@@ -63,14 +72,12 @@ def test_a_plan_is_for_the_cards_that_the_run_will_have(snapshot: SnapshotAssert
 
 def test_where_a_run_would_take_the_processor_so_does_the_plan(snapshot: SnapshotAssertion) -> None:
     assert of(EIGHT, seen="", ranks=2).card.kind == "cpu"
-    assert of(EIGHT, device="cpu").card.kind == "cpu"
     assert of(EIGHT, ("model.device_map", "cpu")).card.kind == "cpu"
     assert of(node(), ("distributed.num_gpus", "8"), ranks=2).cards == 2
-    for flags, device in (((("distributed.num_gpus", "8"),), "auto"), ((), "gpu")):
-        with pytest.raises(Impossible) as refused:
-            of(node(), *flags, device=device)
-        assert "--hardware 8xH100" in refused.value.fix
-        assert refused.value == snapshot
+    with pytest.raises(Impossible) as refused:
+        of(node(), ("distributed.num_gpus", "8"))
+    assert "--hardware 8xH100" in refused.value.fix
+    assert refused.value == snapshot
 
 
 def test_more_cards_than_can_be_seen_are_refused(snapshot: SnapshotAssertion) -> None:
@@ -100,9 +107,6 @@ def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one(snapshot: Snapshot
     assert alone.card.flops == {}  # a slice has a part of them, and nobody says which
     assert of(split, ("distributed.num_gpus", "1")).cards == 1
     assert of(node(whole, *slices, card(1))).cards == 1
-    with pytest.raises(Impossible) as refused:
-        of(node(whole), device="gpu")
-    assert refused.value == snapshot
 
 
 def test_cards_that_differ_are_planned_as_the_one_with_the_least_memory() -> None:
@@ -141,3 +145,22 @@ def test_an_unlisted_card_has_the_number_types_of_its_compute_capability(
 ) -> None:
     found = of(node(card(0, "Novelty", 8, compute_capability=capability)))
     assert found.card.number_types == types
+
+
+def test_ranks_on_a_processor_share_its_memory() -> None:
+    alone, four = of(node()), of(node(), ranks=4)
+    assert (alone.cards, four.cards) == (1, 4)
+    assert four.card.memory_bytes * 4 == alone.card.memory_bytes == 64 * GiB
+    assert four.host_memory_bytes == 64 * GiB
+    assert [len(alone.assumed), len(four.assumed)] == [0, 1]
+
+
+def test_nvlink_counts_only_where_the_driver_reports_it() -> None:
+    linked = Link(a="GPU-0", b="GPU-1", kind=LinkKind.NVLINK, lanes=12)
+    pair = [card(index, "NVIDIA A100-SXM4-80GB", 79.1) for index in (0, 1)]
+    fast = of(node(*pair, links=(linked,)))
+    assert (fast.card.name, fast.card.memory_bytes) == ("A100-80GB", int(79.1 * GiB))
+    assert fast.within_bytes_s == 300e9
+    slow = dataclasses.replace(linked, kind=LinkKind.SYS)
+    assert of(node(*pair, links=(slow,))).within_bytes_s == 16e9
+    assert of(node(card(0), card(1), links=(slow,))).within_bytes_s == 32e9

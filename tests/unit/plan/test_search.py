@@ -41,8 +41,8 @@ def test_one_gpu_needs_no_strategy() -> None:
 def test_states_that_do_not_fit_are_sharded() -> None:
     answer = plan(question())
     assert chosen(answer).name == "fsdp"
-    assert [skipped.name for skipped in answer.skipped] == ["ddp"]
-    assert "its states alone need 104 GiB" in answer.skipped[0].why
+    assert list(answer.skipped) == ["ddp"]
+    assert "its states alone need 104 GiB" in answer.skipped["ddp"]
     assert "ddp" in answer.chosen.reason
 
 
@@ -128,7 +128,6 @@ def test_no_speed_is_forecast_on_a_cpu() -> None:
     answer = plan(question(cpu), MadeUpModel(parameters=10_000_000, sample_gib=0.01))
     assert answer.chosen.value.time is None
     assert chosen(answer).micro_batch_size == 8
-    assert "not-timed" in [finding.name for finding in answer.findings]
 
 
 def forecast(candidate: Candidate, *, step_s: float, spare_gib: float) -> Forecast:

@@ -35,7 +35,7 @@ for line in sys.stdin:
                 "peak_bytes": blocks, "by_category": {}}
         answer = {"record": {"request": request, "blocks_traced": blocks, "blocks": blocks,
             "parameters": [], "parameter_count": 1, "trained_count": 1,
-            "tokens_per_sample": None, "input_bytes": 0, "host_bytes": 0, "peaks": [peak], "costs": {}}}
+            "input_bytes": 0, "host_bytes": 0, "peaks": [peak], "costs": {}}}
     print("x" if blocks == 16 else json.dumps(answer), flush=True)
 """
 

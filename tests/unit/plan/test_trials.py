@@ -2,15 +2,13 @@
 
 import pytest
 
-from made_up_plans import fsdp, hardware
-from torchmuster.errors import Impossible
+from made_up_plans import fsdp
 from torchmuster.finding import Status
 from torchmuster.plan.proof.real_ranks import RankSteps
 from torchmuster.plan.proof.trials import (
     Trial,
     batch_size_finding,
     largest_batch,
-    limit_on_cpu,
     with_size,
 )
 from torchmuster.units import GiB
@@ -19,7 +17,6 @@ from torchmuster.units import GiB
 def trial(size: int, *, fits: bool) -> Trial:
     rank = RankSteps(
         rank=0,
-        device="cuda:0",
         ran_out="" if fits else "out of memory",
         peaks_bytes=(GiB,),
         limit_bytes=2 * GiB,
@@ -59,10 +56,3 @@ def test_the_finding_has_the_settings() -> None:
 
 def test_accumulation_follows_a_fixed_number_of_samples() -> None:
     assert with_size(fsdp(), 3, samples=8).accumulation == 3
-
-
-def test_ranks_share_the_free_memory_of_a_host() -> None:
-    cpu = hardware(cards=2)
-    assert 0 < limit_on_cpu(fsdp(2), cpu, free_bytes=32 * GiB) < 16 * GiB
-    with pytest.raises(Impossible, match="not enough memory"):
-        limit_on_cpu(fsdp(2), cpu, free_bytes=GiB)

@@ -15,8 +15,7 @@ from torchmuster.units import GiB
 def measured(memory_gib: float, step_s: float) -> list[RankSteps]:
     peak = int(memory_gib * GiB)
     return [
-        RankSteps(rank=rank, device="cpu", peaks_bytes=(peak, peak), step_s=(step_s, step_s))
-        for rank in range(2)
+        RankSteps(rank=rank, peaks_bytes=(peak, peak), step_s=(step_s, step_s)) for rank in range(2)
     ]
 
 

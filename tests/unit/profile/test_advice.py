@@ -237,10 +237,7 @@ def test_a_tiny_batch() -> None:
 
 
 def test_a_device_that_idles_between_small_kernels(snapshot: SnapshotAssertion) -> None:
-    small = trace(
-        on_device=True, shares={"compute": 0.03, "idle": 0.07}, calls=900.0, median_s=5e-6,
-        launch_bound=True,
-    )  # fmt: skip
+    small = trace(shares={"compute": 0.03, "idle": 0.07}, calls=900.0, median_s=5e-6)
     found = Profile(ranks(HEALTHY, device="cuda:0", autocast="bfloat16", trace=small))
     assert "batch=8" in [change.written for change in changes_to_try(found)]
     advice = find_causes(found)[0]
@@ -272,7 +269,7 @@ def test_steps_with_the_profiler_do_not_count_where_there_are_others() -> None:
 
 
 def test_the_gain_of_one_rank_ends_where_another_is_the_slowest() -> None:
-    slow = Profile(ranks({"forward_s": 0.06}, {"forward_s": 0.04}, HEALTHY)).slow
+    slow = Profile(ranks({"forward_s": 0.06}, {"forward_s": 0.04}, HEALTHY)).straggler
     assert slow is not None
     assert slow.rank == 0
     assert slow.gain == pytest.approx(0.107 / 0.087)
@@ -281,7 +278,7 @@ def test_the_gain_of_one_rank_ends_where_another_is_the_slowest() -> None:
 def test_a_device_that_others_wait_for_has_the_shortest_collectives() -> None:
     def on_device(sent_s: float, compute_s: float) -> Any:
         shares = {"compute": compute_s, "exposed": sent_s}
-        return trace(on_device=True, sent_s=(sent_s,) * 3, shares=shares)
+        return trace(sent_s=(sent_s,) * 3, shares=shares)
 
     facts = ranks(HEALTHY, HEALTHY, HEALTHY, device="cuda:0", autocast="bfloat16")
     early, late = on_device(0.030, 0.070), on_device(0.002, 0.098)

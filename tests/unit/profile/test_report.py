@@ -19,7 +19,7 @@ FOLDER = Path("profile/2026-01-31-120000")
 def starved() -> Profile:
     """Return two ranks that wait for their data, with traces."""
     mm = Operation(name="aten::<b>mm</b>", calls=2.0, self_s=0.02)
-    traced = trace(top=(mm,), calls=2.0, median_s=0.01, overlapped_part=0.1)
+    traced = trace(top=(mm,), calls=2.0, median_s=0.01)
     slow = {"data_s": 0.040}
     facts = []
     for rank in ranks(slow, slow, trace=traced, notes=("FLOPs unknown",)):

@@ -9,7 +9,7 @@ from torchmuster.prove.comparing import (
     compare_resumed,
 )
 from torchmuster.prove.comparing_ranks import Variation, compare_ranks, compare_scaled
-from torchmuster.prove.records import EventRecord, StepRecord, StopRequest, TrialRecord
+from torchmuster.prove.records import EventRecord, PlannedStop, StepRecord, TrialRecord
 from torchmuster.prove.trials import ResumeTrial, stops_for
 from unit.prove.made_up_trials import step_record, trial
 
@@ -21,7 +21,7 @@ def resumed(
     second: TrialRecord, *, saves: tuple[int, ...] = (3, 6), torn: bool = False
 ) -> ResumeTrial:
     return ResumeTrial(
-        stop=StopRequest(name="save-killed" if torn else "killed", after_step=7),
+        stop=PlannedStop(name="save-killed" if torn else "killed", after_step=7),
         stopped=trial(range(1, 8), saves=saves),
         resumed=second,
     )
@@ -54,6 +54,7 @@ def replace(field: str, value: object, *, at: int = 7) -> Change:
         ("buffers", "others", "buffers"),
         ("scale", 65536.0, "loss-scale"),
         ("learning_rates", [0.5], "learning-rate"),
+        ("settings", '{"weight_decay": 0.1}', "optimizer-state"),
         ("copies", ["ema-of-weights"], "weight-copy"),
         ("state", {"exp_avg": "0", "step": "1"}, "optimizer-state"),
         ("weights", ["x", "y"], "weights"),
@@ -183,14 +184,14 @@ def test_weights_of_no_step() -> None:
 
 
 def test_two_equal_runs() -> None:
-    assert compare_repeated(WHOLE, trial(range(1, 13))) is None
+    assert compare_repeated(WHOLE, trial(range(1, 13))).difference is None
 
 
 def test_runs_that_differ_from_the_start() -> None:
     other = trial(range(1, 13), change=replace("weights_before", ["x", "y"], at=1))
-    found = compare_repeated(WHOLE, other)
+    found = compare_repeated(WHOLE, other).difference
     assert found is not None
-    assert (found.kind, found.step) == ("weights", 0)
+    assert (found.kind, found.step) == ("weights", 1)
 
 
 def rank_kinds(change: Change) -> list[str]:

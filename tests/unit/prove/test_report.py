@@ -9,6 +9,7 @@ from torchmuster.prove import report
 from torchmuster.prove.comparing import Difference
 from torchmuster.prove.explanations import finding_of
 from torchmuster.prove.proof import Proof, Result
+from torchmuster.prove.records import TrialRequest
 from torchmuster.prove.trials import ProofRequest
 from unit.prove.made_up_trials import trial
 
@@ -16,7 +17,6 @@ from unit.prove.made_up_trials import trial
 def proof() -> Proof:
     def lost(name: str, step: int) -> Result:
         found = Difference(
-            property="resume",
             kind="learning-rate",
             step=step,
             what=f"resumed from step {step - 1}, step {step}: the learning rate is 0.1 instead of 0.05",
@@ -27,12 +27,12 @@ def proof() -> Proof:
         return Result(
             name=name,
             outcome="fail",
-            finding=finding_of(found, allowed=False),
+            finding=finding_of("resume", found, allowed=False),
             difference=found,
         )
 
     equal = Finding(name="prove-determinism", status=Status.OK, what="determinism: bitwise equal")
-    request = ProofRequest(
+    request = TrialRequest(
         command=("train.py", "--lr", "<b>"),
         module=False,
         with_run_folder=False,
@@ -40,9 +40,10 @@ def proof() -> Proof:
         into="/work/prove/x",
         steps=12,
         ranks=2,
+        device="cpu",
     )
     return Proof(
-        request=request,
+        request=ProofRequest(trial=request),
         baseline=trial(range(1, 13), saves=(3, 6)),
         results=[
             Result(name="determinism", outcome="pass", finding=equal),
@@ -69,7 +70,7 @@ def test_json_has_the_difference() -> None:
         "kind": "learning-rate",
         "step": 7,
         "rank": None,
-        "also": ["weights"],
+        "also": ("weights",),
         "line": "train.py:31",
     }
 

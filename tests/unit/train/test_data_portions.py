@@ -52,19 +52,16 @@ def test_a_full_step_is_split_evenly() -> None:
 
 def test_a_smaller_last_step_is_spread_over_the_ranks() -> None:
     equal = split_batch(4, global_batch_size=64, micro_batch_size=8)
-    assert sizes_by_round(equal, 33) == [[5, 4, 4, 4], [4, 4, 4, 4]]
-    assert sizes_by_round(equal, 3) == [[1, 1, 1, 0]]
+    assert sizes_by_round(equal, 33) == [[4, 4, 4, 4], [4, 4, 4, 5]]
+    assert sizes_by_round(equal, 3) == [[0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(
     ("given_sizes", "whole", "micro_batch_size", "rounds"),
     [
         ({"micro_batch_size": 8}, 16, 8, 1),
-        ({"micro_batch_size": 8, "accumulation": 4}, 64, 8, 4),
         ({"global_batch_size": 17}, 17, 9, 1),
-        ({"global_batch_size": 17, "accumulation": 2}, 17, 5, 2),
         ({"global_batch_size": 17, "micro_batch_size": 4}, 17, 4, 3),
-        ({"global_batch_size": 16, "micro_batch_size": 4, "accumulation": 2}, 16, 4, 2),
     ],
 )
 def test_what_was_not_given_follows_from_what_was(
@@ -83,8 +80,6 @@ def test_what_was_not_given_follows_from_what_was(
         {},
         {"global_batch_size": 0},
         {"micro_batch_size": 0},
-        {"micro_batch_size": 4, "accumulation": 0},
-        {"global_batch_size": 64, "micro_batch_size": 8, "accumulation": 2},
     ],
     ids=str,
 )

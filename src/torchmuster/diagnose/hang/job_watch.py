@@ -118,7 +118,7 @@ class JobWatch:
     ) -> None:
         self.ranks = sorted(ranks, key=lambda rank: rank.rank)
         self.world_size = max(rank.process.world_size for rank in ranks)
-        self._detector = HangWatch(clock, stacks_of=self.world_size)
+        self._detector = HangWatch(clock, world_size_from_stacks=self.world_size)
         self._beats = 0
 
     @property

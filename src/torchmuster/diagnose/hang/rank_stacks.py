@@ -105,7 +105,7 @@ class _Usage:
 
 
 async def take_snapshots(argument: Any) -> Any:
-    """Return a snapshot of each rank (a verb of ``host_probe.py``)."""
+    """Return a snapshot of each rank: the answer to a request to ``host_probe.py``."""
     request = msgspec.convert(argument, SnapshotRequest)
     spy = find_py_spy()
     for pid in request.pids:

@@ -55,7 +55,7 @@ def conclusion(watch: JobWatch, seconds: float) -> Finding:
     return Finding(
         name="hang-not-certain",
         status=Status.NOTE,
-        what=f"{_still_text(watch)} did not move for {duration}, which does not prove a hang",
+        what=f"{_still_text(watch)} made no progress for {duration}, which does not prove a hang",
         why=why,
         fix="muster hang --within 5m   # watch for longer",
         evidence="\n".join(_group_lines(watch.ranks)),

@@ -7,19 +7,23 @@ from dataclasses import dataclass, replace
 
 from torchmuster.diagnose.blame import Blamed, blame
 from torchmuster.diagnose.links.call import STALLED_S
-from torchmuster.diagnose.links.model import End, Link, LinkFault, Problem, Scope, by_places
+from torchmuster.diagnose.links.model import (
+    End,
+    Figures,
+    Link,
+    LinkFault,
+    Problem,
+    Scope,
+    by_places,
+)
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status, worst_first
-from torchmuster.launch.network import firewall, reach
+from torchmuster.launch.network import firewall
 from torchmuster.units import name_several
 
-# Round trips that are high wherever the hosts are, and those that are never reported.
-FAR_S, _NEAR_S, _TIMES_FARTHER = 0.010, 0.001, 5
 # Slower than the first slows any training; faster than the second cannot be measured reliably.
-SLOW_BYTES_PER_S, _FAST_BYTES_PER_S = 250e6 / 8, 1e9
+SLOW_BYTES_PER_S, _FAST_BYTES_PER_S = 250e6 / 8, 0.5e9
 _TIMES_SLOWER = 4
-# Upper bound for the correction by the time that a busy host spent waiting.
-_MOST_WAITING = 0.95
 _USUAL_MTU, _TUNNEL_MTU = 1500, 1400
 _LINES_SHOWN = 4
 # Problems of the reverse direction that follow from these causes.
@@ -83,19 +87,13 @@ _FAULTS = {
         "stops long transfers",
         "",
     ),
-    LinkFault.FAR: (
-        "high latency",
-        Status.WARNING,
-        "every collective waits for the longest round trip, many times per step",
-        "use hosts that are close to each other, or an interface without a VPN; check the route",
-        "ip -br address show dev {interface}",
-    ),
     LinkFault.SLOW: (
         "slow",
         Status.WARNING,
         "the gradients of each step cross every link, so the slowest link limits the speed",
-        "check for a cable, a switch port or a limit (tc, a VPN, Wi-Fi) that is slower than the rest",
-        "sudo ethtool {interface} | grep -iE 'speed|duplex'",
+        "check for a cable, a switch port or a limit (tc, a VPN, Wi-Fi) that is slower than the rest; "
+        "if the round trip is long, use hosts that are close to each other",
+        "sudo ethtool {interface} | grep -iE 'speed|duplex'\nip -br address show dev {interface}",
     ),
 }
 
@@ -109,29 +107,10 @@ class LinkGroup:
     end: End | None = None
 
     @property
-    def text(self) -> str:
-        """``the link from node1 to node2``, ``all links to node2``."""
-        first = self.links[0]
-        name = self.end.name if self.end is not None else ""
-        source, target = first.source.name, first.target.name
-        texts = {
-            Blamed.EVERYTHING: "all links of the group",
-            Blamed.END: f"all links of {name}",
-            Blamed.INTO: f"all links to {name}",
-            Blamed.OUT_OF: f"all links from {name}",
-            Blamed.LINK: f"the link between {source} and {target}",
-            Blamed.DIRECTION: f"the link from {source} to {target}",
-        }
-        return texts[self.kind]
-
-    @property
     def suspects(self) -> list[End]:
         """The hosts to check: the one that causes it, or all ends of the links."""
-        return [self.end] if self.end is not None else self.ends
-
-    @property
-    def ends(self) -> list[End]:
-        """All hosts of the links."""
+        if self.end is not None:
+            return [self.end]
         ends: dict[int, End] = {}
         for link in self.links:
             ends.setdefault(link.source.place, link.source)
@@ -147,9 +126,7 @@ class LinkGroup:
 def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[LinkGroup]:
     """Group the bad links among all known ones so that as few causes as possible are named."""
     known, wrong = by_places(links), by_places(bad)
-    ends = {}
-    for link in links:
-        ends[link.source.place], ends[link.target.place] = link.source, link.target
+    ends = {link.source.place: link.source for link in links}
     groups = []
     for cause in blame(wrong.keys(), known.keys()):
         members = tuple(wrong[direction] for direction in cause.directions)
@@ -158,18 +135,12 @@ def grouped(bad: Sequence[Link], links: Sequence[Link]) -> list[LinkGroup]:
     return groups
 
 
-def judge_links(links: Sequence[Link], *, both_ways: bool = True) -> list[Finding]:
-    """Return the findings about the links, worst first; empty if all links are healthy.
-
-    ``both_ways`` is for NCCL, which connects in both directions; gloo needs only one per pair.
-    """
-    ends = {}
-    for link in links:
-        ends[link.source.place], ends[link.target.place] = link.source, link.target
+def judge_links(links: Sequence[Link]) -> list[Finding]:
+    """Return the findings about the links, worst first; empty if all links are healthy."""
     findings: list[Finding] = []
-    for end in ends.values():
+    for end in {link.source.place: link.source for link in links}.values():
         findings += end.findings
-    findings += _blocked_findings(links, both_ways)
+    findings += _blocked_findings(links)
     findings += _not_tried_findings(links)
     findings += _quality_findings(links)
     return worst_first(findings)
@@ -192,21 +163,21 @@ def _not_tried_findings(links: Sequence[Link]) -> list[Finding]:
 # ---- links that do not connect
 
 
-def _blocked_findings(links: Sequence[Link], both_ways: bool) -> list[Finding]:
+def _blocked_findings(links: Sequence[Link]) -> list[Finding]:
     """Return a finding for each reason why hosts do not reach each other."""
-    causes = _without_consequences(links)
     findings = []
-    for problem in _CAUSES:
-        by_scope: dict[Scope, list[Link]] = {scope: [] for scope in Scope}
-        for link in causes:
-            if link.problem == problem:
-                scope = Scope.RANKS if link.meeting_problem == "" else Scope.ALL
-                by_scope[scope].append(link)
-            elif not link.problem and link.meeting_problem == problem:
-                by_scope[Scope.RENDEZVOUS].append(link)
-        for scope, bad in by_scope.items():
-            for group in grouped(bad, links):
-                findings.append(_blocked(group, problem, scope, links, both_ways))
+    bad: dict[tuple[Problem, Scope], list[Link]] = {}
+    for link in _without_consequences(links):
+        scope, problem = Scope.ALL, link.problem
+        if not problem and link.rendezvous_problem:
+            scope, problem = Scope.RENDEZVOUS, link.rendezvous_problem
+        elif link.rendezvous_problem is Problem.NONE:
+            scope = Scope.RANKS
+        bad.setdefault((problem, scope), []).append(link)
+    for (problem, scope), blocked in bad.items():
+        if problem in _CAUSES:
+            for group in grouped(blocked, links):
+                findings.append(_blocked(group, problem, scope, links))
     return findings
 
 
@@ -216,8 +187,8 @@ def _without_consequences(links: Sequence[Link]) -> list[Link]:
     causes = []
     for link in links:
         reverse = (link.target.place, link.source.place)
-        back = known[reverse].problem if reverse in known else ""
-        follows = link.problem in _CONSEQUENCES.get(Problem(back), ())
+        back = known[reverse].problem if reverse in known else Problem.NONE
+        follows = link.problem in _CONSEQUENCES.get(back, ())
         # If both directions have the same problem, keep one.
         if follows and not (link.problem == back and link.places < reverse):
             continue
@@ -227,58 +198,46 @@ def _without_consequences(links: Sequence[Link]) -> list[Link]:
     return causes
 
 
-def gloo_uses(link: Link) -> bool:
-    """Return whether gloo connects in this direction of a link."""
-    if link.source.address is None or link.target.address is None:
-        return True
-    source, target = (
-        reach.NodeAddress(name=end.name, system=end.system, address=end.address or "")
-        for end in (link.source, link.target)
-    )
-    return reach.gloo_calls(source, target)
-
-
-def _blocked(
-    group: LinkGroup, problem: Problem, scope: Scope, links: Sequence[Link], both_ways: bool
-) -> Finding:
+def _blocked(group: LinkGroup, problem: Problem, scope: Scope, links: Sequence[Link]) -> Finding:
     name, short, why = _CAUSES[problem]
-    port = group.links[0].target.meeting_port
+    target = group.links[0].target
+    hosts: tuple[str, ...] = (target.name,)
     where, fix = "", _fix(group, problem, scope)
-    # gloo needs only one direction of each link, NCCL needs both.
-    needed = both_ways or any(gloo_uses(link) for link in group.links)
-    match scope:
-        case Scope.RENDEZVOUS:
-            name, needed = "meeting-port-blocked", True
-            where = f" on the rendezvous port {port}, only on others"
-            why += ". The ranks could not rendezvous"
-        case Scope.RANKS:
-            name, where = "data-ports-blocked", f" except on the rendezvous port {port}"
-            why += ". Ranks connect on ephemeral ports; an open rendezvous port is not enough"
-        case Scope.ALL:
-            addresses = {link.target.address for link in group.links}
-            if len(addresses) == 1:
-                where = f" at {group.links[0].target.address}"
-            known = by_places(links)
-            backs = [known.get((link.target.place, link.source.place)) for link in group.links]
-            if group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF):
-                if all(back is not None and not back.problem for back in backs):
-                    short += "; the other direction works"
-            elif problem is Problem.TIMEOUT:
-                # Without a reply in either direction, two firewalls and a dead cable look the same.
-                short = "nothing passes in either direction"
-                why = (
-                    "there is no reply: either a firewall on each side drops the packets silently, "
-                    "or the path between them (a cable, a switch, a VLAN) is broken"
-                )
-                fix += f"\n{_bring_up(group)}"
+    if scope is Scope.RENDEZVOUS:
+        name = "rendezvous-port-blocked"
+        where = f" on the rendezvous port {target.rendezvous_port}, only on others"
+        why += ". The ranks could not rendezvous"
+    elif scope is Scope.RANKS:
+        name, where = (
+            "data-ports-blocked",
+            f" except on the rendezvous port {target.rendezvous_port}",
+        )
+        why += ". Ranks connect on ephemeral ports; an open rendezvous port is not enough"
+    else:
+        hosts = group.hosts
+        if len({link.target.address for link in group.links}) == 1:
+            where = f" at {target.address}"
+        if group.kind in (Blamed.DIRECTION, Blamed.INTO, Blamed.OUT_OF):
+            problems = {link.places: link.problem for link in links}
+            backs = [problems.get(link.places[::-1], problem) for link in group.links]
+            if not any(backs):
+                short += "; the other direction works"
+        elif problem is Problem.TIMEOUT:
+            # Without a reply in either direction, two firewalls and a dead cable look the same.
+            short = "nothing passes in either direction"
+            why = (
+                "there is no reply: either a firewall on each side drops the packets silently, "
+                "or the path between them (a cable, a switch, a VLAN) is broken"
+            )
+            fix += f"\n{_bring_up(group)}"
     return Finding(
         name=name,
-        status=Status.FAILURE if needed else Status.WARNING,
+        status=Status.FAILURE,
         what=f"{_not_reached(group)}{where}: {short}",
         why=why,
         fix=fix,
         evidence=_evidence([_tried(link) for link in group.links]),
-        hosts=group.hosts if scope is Scope.ALL else (group.links[0].target.name,),
+        hosts=hosts,
     )
 
 
@@ -312,8 +271,8 @@ def _fix(group: LinkGroup, problem: Problem, scope: Scope) -> str:
     for target in {link.target.place: link.target for link in group.links}.values():
         links = [link for link in group.links if link.target.place == target.place]
         ports: list[int | tuple[int, int]] = []
-        if target.meeting_port is not None and scope is not Scope.RANKS:
-            ports.append(target.meeting_port)
+        if target.rendezvous_port is not None and scope is not Scope.RANKS:
+            ports.append(target.rendezvous_port)
         if scope is not Scope.RENDEZVOUS:
             ports.append(target.given_out_ports)
         parts.append(_open_ports(target, links, ports))
@@ -360,8 +319,8 @@ def _bring_up(group: LinkGroup) -> str:
 
 def _tried(link: Link) -> str:
     tried = f"{link.name} at {link.target.address}:{link.port}: {link.problem or 'reached'}"
-    if link.meeting_problem is not None:
-        tried += f", port {link.target.meeting_port}: {link.meeting_problem or 'reached'}"
+    if link.rendezvous_problem is not None:
+        tried += f", port {link.target.rendezvous_port}: {link.rendezvous_problem or 'reached'}"
     return f"{tried}, after {link.seconds:.1f} s"
 
 
@@ -375,103 +334,75 @@ def _evidence(lines: Sequence[str]) -> str:
 # ---- links that connect, but are bad
 
 
-def _faulty(links: Sequence[Link]) -> dict[LinkFault, list[Link]]:
-    """Return the measured links by their fault; a pair is reported once, with its worst fault."""
-    measured = [link for link in links if link.tries]
-    rates, trips = {}, []
-    for link in measured:
+def faults_of(links: Sequence[Link]) -> dict[tuple[int, int], LinkFault]:
+    """Return the worst fault of each measured link that has one, by the places of its ends."""
+    rates = {}
+    for link in links:
         if link.figures is not None:
             rates[link.places] = min(link.figures.bytes_per_s or 0.0, _FAST_BYTES_PER_S)
-            trips.append(link.figures.round_trip_s or 0.0)
-    usual_rate = statistics.median(rates.values()) if rates else 0.0
-    usual_trip_s = statistics.median(trips) if trips else 0.0
-    faulty: dict[LinkFault, list[Link]] = {fault: [] for fault in LinkFault}
-    for link in measured:
-        back = rates.get((link.target.place, link.source.place), 0.0)
-        fault = fault_of(link, max(usual_rate, back), usual_trip_s)
-        if fault is not None:
-            faulty[fault].append(link)
-    reported: set[frozenset[int]] = set()
-    for fault, bad in faulty.items():
-        faulty[fault] = [link for link in bad if frozenset(link.places) not in reported]
-        reported |= {frozenset(link.places) for link in bad}
-    return faulty
-
-
-def fault_of(link: Link, usual_bytes_per_s: float, usual_round_trip_s: float) -> LinkFault | None:
-    """Return the worst fault of a measured link; None if it has none."""
-    figures = link.figures
-    if figures is not None and figures.wrong_bytes > 0:
-        return LinkFault.CORRUPTS
-    if figures is None or figures.stalled:
-        return LinkFault.STALLS
-    trip_s, rate = figures.round_trip_s or 0.0, figures.bytes_per_s or 0.0
-    if trip_s > FAR_S or trip_s > max(_NEAR_S, _TIMES_FARTHER * usual_round_trip_s):
-        return LinkFault.FAR
-    # The speed that the link could have had on idle hosts, at most.
-    possible = rate / (1 - min(figures.waited_share, _MOST_WAITING))
-    slow_anywhere = rate < SLOW_BYTES_PER_S and possible < _TIMES_SLOWER * SLOW_BYTES_PER_S
-    if slow_anywhere or possible < usual_bytes_per_s / _TIMES_SLOWER:
-        return LinkFault.SLOW
-    return None
-
-
-def suspects(links: Sequence[Link]) -> list[tuple[int, int]]:
-    """Return the pairs to measure again: a busy host may be the only cause."""
-    pairs = set()
-    for bad in _faulty(links).values():
-        pairs |= {(min(link.places), max(link.places)) for link in bad}
-    return sorted(pairs)
+    usual = statistics.median(rates.values()) if rates else 0.0
+    faults = {}
+    for link in links:
+        if link.figures is None:
+            continue
+        if link.figures.wrong_bytes:
+            faults[link.places] = LinkFault.CORRUPTS
+        elif link.figures.bytes_per_s is None:
+            faults[link.places] = LinkFault.STALLS
+        elif rates[link.places] < max(SLOW_BYTES_PER_S, usual / _TIMES_SLOWER):
+            faults[link.places] = LinkFault.SLOW
+    return faults
 
 
 def _quality_findings(links: Sequence[Link]) -> list[Finding]:
     """Return a finding for each fault of measured links and each host that causes it."""
     findings = []
-    measured = [link for link in links if link.tries]
-    for fault, bad in _faulty(links).items():
-        title, status, why, advice, command = _FAULTS[fault]
+    faults = faults_of(links)
+    measured = [link for link in links if link.figures is not None]
+    for fault, (title, status, why, advice, command) in _FAULTS.items():
+        bad = [link for link in measured if faults.get(link.places) is fault]
         for group in grouped(bad, measured):
-            fix = f"{advice}\n{_at_each(group.suspects, command)}"
+            ends = group.suspects
             if fault is LinkFault.STALLS:
-                fix = f"{advice}\n{_lower_the_mtu(group)}"
-            elif fault is LinkFault.FAR:
-                fix += f"\nip route get {group.links[0].target.address}"
-            lines = [f"{link.name}: {_figures(link)}" for link in group.links]
+                large = [end for end in ends if (end.mtu_bytes or 0) > _USUAL_MTU]
+                size = _USUAL_MTU if large else _TUNNEL_MTU
+                command, ends = f"sudo ip link set dev {{interface}} mtu {size}", large or ends
+            lines = [advice]
+            for end in ends:
+                lines.append(f"on {end.name}:\n{command.format(interface=end.interface)}")
+            measured_lines = []
+            for link in group.links:
+                if link.source.place < link.target.place:  # both directions have these figures
+                    measured_lines.append(f"{link.name}: {_figures(link)}")
             findings.append(
                 Finding(
                     name=fault.value,
                     status=status,
-                    what=f"{title}: {group.text}: {_figures(group.links[0])}",
+                    what=f"{title}: {_linked(group)}: {_figures(group.links[0])}",
                     why=why,
-                    fix=fix,
-                    evidence=_evidence(lines),
+                    fix="\n".join(lines),
+                    evidence=_evidence(measured_lines),
                     hosts=group.hosts,
                 )
             )
     return findings
 
 
+def _linked(group: LinkGroup) -> str:
+    """``the link between node1 and node2``, ``all links of node2``."""
+    if group.end is not None:
+        return f"all links of {group.end.name}"
+    if group.kind is Blamed.EVERYTHING:
+        return "all links of the group"
+    first = group.links[0]
+    return f"the link between {first.source.name} and {first.target.name}"
+
+
 def _figures(link: Link) -> str:
-    figures = link.figures
-    if figures is None:
-        return f"could not be measured in {link.tries} tries"
+    figures = link.figures or Figures()
     if figures.wrong_bytes:
         return f"{figures.wrong_bytes:,} bytes were wrong"
-    if figures.stalled:
+    if figures.bytes_per_s is None:
         return f"no data passed in {STALLED_S:g} s"
-    rate, trip_s = figures.bytes_per_s or 0.0, figures.round_trip_s or 0.0
-    return f"{rate * 8 / 1e6:,.0f} Mbit/s, {1000 * trip_s:.3g} ms round trip"
-
-
-def _at_each(ends: Sequence[End], command: str) -> str:
-    lines = []
-    for end in ends:
-        lines.append(f"on {end.name}:\n{command.format(interface=end.interface)}")
-    return "\n".join(lines)
-
-
-def _lower_the_mtu(group: LinkGroup) -> str:
-    """Return the commands for the ends with large frames; for all ends, if none has."""
-    large = [end for end in group.ends if (end.mtu_bytes or 0) > _USUAL_MTU]
-    size = _USUAL_MTU if large else _TUNNEL_MTU
-    return _at_each(large or group.ends, f"sudo ip link set dev {{interface}} mtu {size}")
+    trip_s = figures.round_trip_s or 0.0
+    return f"{figures.bytes_per_s * 8 / 1e6:,.0f} Mbit/s, {1000 * trip_s:.3g} ms round trip"

@@ -5,7 +5,7 @@ makes it dial others; both and their answers travel as JSON through ``host_probe
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from torchmuster.errors import MusterError
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 
-Message = TypeVar("Message", bound=msgspec.Struct)
+Message = TypeVar("Message")
 # The default range of ephemeral ports.
 USUAL_PORTS = (32768, 60999)
 
@@ -31,7 +31,6 @@ class Problem(enum.StrEnum):
     NO_ROUTE = "no-route"
     IMPOSTOR = "impostor"  # another host answers at that address
     NOT_TRIED = "not-tried"
-    DROPPED = "dropped"  # lost during a measurement
 
 
 class Scope(enum.Enum):
@@ -47,32 +46,24 @@ class LinkFault(enum.Enum):
 
     CORRUPTS = "corrupting-link"
     STALLS = "stalled-link"
-    FAR = "high-latency"
     SLOW = "slow-link"
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one direction; None if unknown.
+    """The measurement of a link, with echoes through both directions.
 
-    Of several tries the best counts: a busy host makes a link look worse, never better.
+    ``bytes_per_s`` is None if no bulk data passed, ``round_trip_s`` if not even small messages did.
     """
 
     bytes_per_s: float | None = None
-    round_trip_s: float | None = None  # the shortest, of a small message
-    stalled: bool = False  # small messages pass, large transfers do not
+    round_trip_s: float | None = None
     wrong_bytes: int = 0
-    waited_share: float = 0.0  # of the time, in which a busy host waited for a CPU
 
     def best_with(self, other: "Figures") -> "Figures":
-        """Return the better of two tries; wrong bytes are added up."""
-        trips = [trip for trip in (self.round_trip_s, other.round_trip_s) if trip is not None]
+        """Return the faster of two tries, as a busy host slows a link; wrong bytes are added up."""
         faster = max(self, other, key=lambda figures: figures.bytes_per_s or 0.0)
-        return msgspec.structs.replace(
-            faster,
-            round_trip_s=min(trips, default=None),
-            stalled=self.stalled and other.stalled,
-            wrong_bytes=self.wrong_bytes + other.wrong_bytes,
-        )
+        wrong_bytes = self.wrong_bytes + other.wrong_bytes
+        return msgspec.structs.replace(faster, wrong_bytes=wrong_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +81,7 @@ class End:
     network: str | None = None  # 10.0.0.0/24
     mtu_bytes: int | None = None
     given_out_ports: tuple[int, int] = USUAL_PORTS
-    meeting_port: int | None = None  # of the first host
+    rendezvous_port: int | None = None  # of the first host
     findings: tuple[Finding, ...] = ()
 
 
@@ -98,18 +89,17 @@ class End:
 class Link:
     """One direction between two hosts: how ``source`` reaches ``target``.
 
-    ``problem`` is of an ephemeral port, ``meeting_problem`` of the rendezvous port; it is None if
-    ``target`` does not have that port. ``tries`` counts the measurements.
+    ``problem`` is of an ephemeral port, ``rendezvous_problem`` of the rendezvous port; it is None if
+    ``target`` does not have that port. ``figures`` are those of both directions together.
     """
 
     source: End
     target: End
-    problem: str
-    meeting_problem: str | None = None
+    problem: Problem
+    rendezvous_problem: Problem | None = None
     port: int | None = None
     seconds: float = 0.0
     figures: Figures | None = None
-    tries: int = 0
 
     @property
     def places(self) -> tuple[int, int]:
@@ -131,13 +121,12 @@ def by_places(links: Sequence[Link]) -> dict[tuple[int, int], Link]:
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True):
-    """Open ports for other hosts. ``port`` is as in ``--port`` and opened only if ``meeting``."""
+    """Open ports for other hosts. ``port`` is as in ``--port`` and opened only if ``rendezvous``."""
 
     nonce: str
     address: str | None = None
-    meeting: bool = False
+    rendezvous: bool = False
     port: int | None = None
-    for_s: float = 600.0
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,51 +140,37 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """The open ports; ``meeting_port`` is None if it is not open."""
+    """The open ports; ``rendezvous_port`` is None if it is not open."""
 
     port: int
     addresses: tuple[protocol.Address, ...]
     interfaces: tuple[Interface, ...]
     given_out_ports: tuple[int, int] = USUAL_PORTS
-    meeting_port: int | None = None
-    meeting_reason: str = ""
-    meeting_trouble: protocol.Trouble | None = None
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A port of a host to call."""
-
-    address: str
-    port: int
+    rendezvous_port: int | None = None
+    rendezvous_reason: str = ""
+    rendezvous_trouble: protocol.Trouble | None = None
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Call these targets: in parallel to test connections, or one after the other to measure."""
+    """Connect to all these targets in parallel, and measure the links to them if ``measure``."""
 
     nonce: str
-    targets: tuple[Target, ...]
+    targets: tuple[protocol.Target, ...]
     timeout_s: float = 5.0
     measure: bool = False
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one call; ``there`` and ``back`` are the figures of the two directions."""
+    """The result of one call."""
 
     problem: Problem
-    seconds: float
-    there: Figures | None = None
-    back: Figures | None = None
+    seconds: float = 0.0
+    figures: Figures | None = None
 
 
-class Called(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the calls, in the order of the targets."""
-
-    results: tuple[Result, ...]
-
-
-def read_message(kind: type[Message], argument: Mapping[str, Any] | Any) -> Message:
+def read_message(kind: type[Message], argument: Any) -> Message:
     """Convert JSON to a message of this type; raise ``MusterError`` if it is not one."""
     try:
         return msgspec.convert(argument, kind)
     except msgspec.ValidationError as error:
-        raise MusterError(f"not {kind.__name__}: {error}") from error
+        raise MusterError(f"not {kind}: {error}") from error

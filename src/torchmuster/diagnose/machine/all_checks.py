@@ -11,7 +11,6 @@ _HERE = "torchmuster.diagnose.machine"
 SUBJECTS = {
     "accelerators": f"{_HERE}.accelerators",
     "torch": f"{_HERE}.torch_build",
-    "torch-at-work": f"{_HERE}.torch_at_work",
     "packages": f"{_HERE}.packages",
     "python": f"{_HERE}.python_environment",
     "variables": f"{_HERE}.variables",

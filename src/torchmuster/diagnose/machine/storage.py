@@ -5,86 +5,18 @@ import os
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.diagnose.check import Check, Cost, Surroundings
-from torchmuster.diagnose.texts import finding
+from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.finding import Finding, Status
 from torchmuster.units import GiB, MiB, format_bytes
 
-_WRITTEN_BYTES = 8 * MiB
-_SLOW_BYTES_PER_S = 20 * 10**6
-_SLOW_SYNC_S = 0.5
-# Other processes may be using the disk, so the best of several tries counts.
-_TRIES = 3
-_PAUSE_S = 0.3
 _BARELY_ANY_BYTES = 16 * MiB
 _LITTLE_BYTES = GiB
 _LITTLE_TEMPORARY_BYTES = 64 * MiB
 _EVERYBODYS = ("/tmp", "/var/tmp")  # noqa: S108
 _LOG = "sudo dmesg | tail  # shows disk errors"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """The best measured disk speed."""
-
-    bytes_per_s: float
-    sync_s: float
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether large or frequent writes would stall training."""
-        return self.bytes_per_s < _SLOW_BYTES_PER_S or self.sync_s > _SLOW_SYNC_S
-
-
-def check_disk_speed(surroundings: Surroundings) -> Iterator[Finding]:
-    """Write and fsync a few MiB; warn if even the best try was slow."""
-    folder = _existing(surroundings.folder)
-    try:
-        speed = measure_disk_speed(folder)
-    except OSError as error:  # the run-folder check reports the cause
-        yield Finding(name="disk-speed", status=Status.OK, what=f"not measured: {error.strerror}")
-        return
-    seen = (
-        f"{format_bytes(round(speed.bytes_per_s))}/s to {folder}, fsync of a small file takes "
-        f"{speed.sync_s * 1000:.1f} ms"
-    )
-    if speed.is_slow:
-        minutes = 10 * GiB / speed.bytes_per_s / 60
-        yield finding("disk-slow", folder=folder, seen=seen, minutes=minutes, tries=_TRIES)
-    else:
-        yield Finding(name="disk-speed", status=Status.OK, what=seen)
-
-
-def measure_disk_speed(folder: Path) -> Speed:
-    """Return the best of up to three tries; stop at the first fast one."""
-    best = _try(folder)
-    for _ in range(_TRIES - 1):
-        if not best.is_slow:
-            break
-        time.sleep(_PAUSE_S)
-        again = _try(folder)
-        best = Speed(
-            bytes_per_s=max(best.bytes_per_s, again.bytes_per_s),
-            sync_s=min(best.sync_s, again.sync_s),
-        )
-    return best
-
-
-def _try(folder: Path) -> Speed:
-    block = os.urandom(_WRITTEN_BYTES)  # not compressible
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
-        times = [time.monotonic()]
-        for data in (block, b"\0"):
-            stream.write(data)
-            os.fsync(stream.fileno())
-            times.append(time.monotonic())
-    began, written, ended = times
-    return Speed(bytes_per_s=_WRITTEN_BYTES / max(written - began, 1e-6), sync_s=ended - written)
 
 
 def run_folder(surroundings: Surroundings) -> Iterator[Finding]:
@@ -202,12 +134,5 @@ CHECKS = (
         asks="Can temporary files be written?",
         run=temporary_folder,
         systems=("linux", "darwin"),
-    ),
-    Check(
-        name="disk-speed",
-        asks="Is the disk of the run folder fast enough for logs and checkpoints?",
-        run=check_disk_speed,
-        cost=Cost.SECONDS,
-        deadline_s=30.0,
     ),
 )

@@ -12,7 +12,6 @@ ranks.
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +81,7 @@ def main() -> int:
         backend_reason=group.reasons[-1],
         hip=torch.version.hip is not None and group.device.type == "cuda",
         accelerator=process_group.backend_facts().accelerator,
+        gpu_error=gpu_error(),
     )
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
     record = _Stages(record, together, group.device).run()
@@ -104,7 +104,6 @@ class _Stages:
         stages = {
             "devices": self._devices,
             "collectives": self._collectives,
-            "suspects": self._suspects,
             "pairs": self._pairs,
         }
         for name, work in stages.items():
@@ -126,7 +125,6 @@ class _Stages:
             return Trouble(stage=name, problem="absent", ranks=error.ranks)
         except (Hangs, RuntimeError) as error:
             return Trouble(stage=name, problem="error", text=_first_line(error))
-        began = time.monotonic()
         try:
             self._change(**in_time(work, _SILENT_S, self._together.heartbeat))
         except Hangs:
@@ -135,8 +133,6 @@ class _Stages:
             return Trouble(stage=name, problem="absent", ranks=error.ranks)
         except Exception as error:
             return Trouble(stage=name, problem="error", text=_first_line(error))
-        seconds = round(time.monotonic() - began, 3)
-        self._change(stage_s={**self._record.stage_s, name: seconds})
         return None
 
     def _stragglers(self, stage: str) -> tuple[int, ...]:
@@ -170,19 +166,12 @@ class _Stages:
     def _collectives(self) -> Changes:
         return {"operations": exact_values.check_collectives(self._seat, self._together)}
 
-    def _suspects(self) -> Changes:
-        """Search for the rank that corrupts sums, if any sum was wrong on any rank."""
-        wrong = any(
-            operation.values.wrong
-            for operation in self._record.operations
-            if operation.name in ("all-reduce", "reduce-scatter")
-        )
-        if not any(self._together.share("sums", wrong, _COME_S)):
-            return {}
-        return {"suspects": exact_values.find_suspects(self._seat, self._together)}
-
     def _pairs(self) -> Changes:
-        return {"pairs": pairs.measure_pairs(self._seat, self._together)}
+        """Exchange values in pairs, and sums as well if any sum was wrong on any rank."""
+        wrong = [operation.name for operation in self._record.operations if operation.values.wrong]
+        sums = bool({"all-reduce", "reduce-scatter"} & set(wrong))
+        again = any(self._together.share("sums", sums, _COME_S))
+        return {"pairs": pairs.measure_pairs(self._seat, self._together, sums=again)}
 
 
 def _wanted_backend() -> str:
@@ -211,6 +200,17 @@ def _end(record: RankRecord, together: RankBarrier) -> None:
         sys.stderr.flush()
         os._exit(0)
     process_group.cleanup_process_group()
+
+
+def gpu_error() -> str:
+    """Return why torch has no GPU here; "" if it has one."""
+    if torch.accelerator.is_available():
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:  # a build without CUDA, or what the driver reports
+        return _first_line(error)
+    return "the driver reports no GPU"
 
 
 def _device_name(device: torch.device) -> str:

@@ -258,51 +258,9 @@ class _Count:
         return seconds
 
 
-def find_suspects(seat: Seat, together: RankBarrier) -> tuple[tuple[int, ...], ...]:
-    """Return the smallest groups of ranks whose sum is wrong, by repeatedly halving the group.
-
-    A rank that corrupts its contribution makes every group with it wrong, down to itself alone. If
-    only two together are wrong, the path between them is the cause.
-    """
-    groups = [tuple(range(seat.world_size))]
-    smallest: list[tuple[int, ...]] = []
-    level = 0
-    while groups:
-        halves = {whole: _halves(whole) for whole in groups if len(whole) > 1}
-        smallest += [whole for whole in groups if len(whole) == 1]
-        wrong = _wrong_groups(
-            [half for pair in halves.values() for half in pair], seat, together, level
-        )
-        smallest += [whole for whole, pair in halves.items() if not set(pair) & set(wrong)]
-        groups, level = wrong, level + 1
-    return tuple(sorted(smallest))
-
-
-def _halves(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    middle = len(ranks) // 2
-    return ranks[:middle], ranks[middle:]
-
-
-def _wrong_groups(
-    groups: list[tuple[int, ...]], seat: Seat, together: RankBarrier, level: int
-) -> list[tuple[int, ...]]:
-    """Run an all-reduce in each of these groups; return those with a wrong sum."""
-    seen_wrong = False
-    for ranks in groups:
-        with connecting(seat.device, together.heartbeat):
-            group = dist.new_group(list(ranks))  # all ranks create all groups, in the same order
-        if seat.rank not in ranks:
-            continue
-        inside = Seat(
-            rank=ranks.index(seat.rank),
-            world_size=len(ranks),
-            device=seat.device,
-            group=group,
-        )
-        count = _Count(all_reduce, inside, together.heartbeat)
-        for _ in range(_MOST_TURNS["all-reduce"]):
-            count.turn(_LARGE.get(seat.device.type, _LARGE_ON_GPU))
-        seen_wrong = count.values.wrong > 0
-    with connecting(seat.device, together.heartbeat):  # others may still connect
-        wrong = together.share(f"suspects {level}", seen_wrong, _wait_s(seat))
-    return [ranks for ranks in groups if any(wrong[rank] for rank in ranks)]
+def sum_again(seat: Seat, heartbeat: ProbeHeartbeat) -> Values:
+    """Repeat an all-reduce in a small group, and compare its values."""
+    count = _Count(all_reduce, seat, heartbeat)
+    for _ in range(_MOST_TURNS["all-reduce"]):
+        count.turn(_LARGE.get(seat.device.type, _LARGE_ON_GPU))
+    return count.values

@@ -2,7 +2,9 @@
 
 import itertools
 import time
+from dataclasses import replace
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,7 @@ from torchmuster.diagnose.probes.exact_values import (
     compare_values,
     connecting,
     exact_numbers,
+    sum_again,
     wait_for_device,
 )
 from torchmuster.diagnose.probes.in_time import RankBarrier
@@ -24,20 +27,34 @@ _BLOCKS = 4  # the best counts, as other processes may interfere
 _SLOW_BLOCK_S = 0.4  # a pair that takes longer for one block sends no more of them
 
 
-def measure_pairs(seat: Seat, together: RankBarrier) -> tuple[Pair, ...]:
-    """Exchange values between all pairs of ranks (in a large group: some), in disjoint rounds."""
+def measure_pairs(seat: Seat, together: RankBarrier, *, sums: bool = False) -> tuple[Pair, ...]:
+    """Exchange values between all pairs of ranks (in a large group: some), in disjoint rounds.
+
+    With ``sums``, neighbours also repeat an all-reduce, which shows who corrupts sums.
+    """
     links = collective_links(seat.world_size)
     if seat.world_size <= _ALL_PAIRS_UP_TO:
         links = list(itertools.combinations(range(seat.world_size), 2))
-    pairs = []
+    pairs = {}
     for disjoint_links in disjoint(links):
         for low, high in disjoint_links:
             if seat.rank in (low, high):
                 peer = high if seat.rank == low else low
                 with connecting(seat.device, together.heartbeat):
-                    pairs.append(_exchange(seat, peer))
+                    pairs[peer] = _exchange(seat, peer)
                 together.heartbeat.beat()
-    return tuple(sorted(pairs, key=lambda pair: pair.peer))
+    neighbours = [link for link in links if link[1] - link[0] in (1, seat.world_size - 1)]
+    for link in neighbours if sums else ():
+        with connecting(seat.device, together.heartbeat):
+            group = dist.new_group(list(link))  # all ranks create all groups, in the same order
+        if seat.rank in link:
+            place = link.index(seat.rank)
+            inside = replace(seat, rank=place, world_size=2, group=group)
+            values = sum_again(inside, together.heartbeat)
+            peer = link[1 - place]
+            pairs[peer] = msgspec.structs.replace(pairs[peer], sums=values)
+        together.heartbeat.beat()
+    return tuple(pairs[peer] for peer in sorted(pairs))
 
 
 def _exchange(seat: Seat, peer: int) -> Pair:

@@ -33,13 +33,17 @@ _NOT_AGAIN_BEFORE_S = 30.0
 
 
 def find_hang(
-    ranks: Sequence[Observation], now_s: float, *, are_all: bool, stacks_of: int | None = None
+    ranks: Sequence[Observation],
+    now_s: float,
+    *,
+    are_all: bool,
+    world_size_from_stacks: int | None = None,
 ) -> Hang | None:
     """Return the hang that these observations show, or None.
 
-    ``are_all`` says that no rank of the job is missing among them. With ``stacks_of``, the observations come from
-    stacks taken from outside: they have no collective numbers, ``moves`` counts every wake-up of a waiting rank, and the
-    job has this many ranks, seen or not.
+    ``are_all`` says that no rank of the job is missing among them. With ``world_size_from_stacks``, the number of ranks
+    of the job, seen or not, the observations come from stacks taken from outside: they have no collective numbers, and
+    ``moves`` counts every wake-up of a waiting rank.
     """
     if all(now_s - rank.same_since_s < STOPPED_AFTER_S for rank in ranks):
         return None
@@ -67,8 +71,8 @@ def find_hang(
         return _missing_rank(ranks, absent, waiting, now_s)
     if stopped or not are_all:
         return None
-    if stacks_of is not None:
-        return _all_wait_by_stacks(ranks, now_s, stacks_of)
+    if world_size_from_stacks is not None:
+        return _all_wait_by_stacks(ranks, now_s, world_size_from_stacks)
     return _all_wait(ranks, now_s)
 
 
@@ -240,11 +244,14 @@ class HangWatch:
     """Receives the heartbeats of one attempt and tells what is new: a hang, that it continues, or that it is over."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, stacks_of: int | None = None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        world_size_from_stacks: int | None = None,
     ) -> None:
-        """``clock`` provides all times; ``stacks_of`` is as in :func:`find_hang`."""
+        """``clock`` provides all times; ``world_size_from_stacks`` is as in :func:`find_hang`."""
         self._clock = clock
-        self._stacks_of = stacks_of
+        self._world_size = world_size_from_stacks
         self._ranks: dict[int, Observation] = {}
         self._heard_s: dict[str, float] = {}
         self._report_again_after_s = 0.0
@@ -279,8 +286,7 @@ class HangWatch:
         if before is None or not self._is_over(before):
             return None
         self.hang = None
-        exited = [rank.rank for rank in self._ranks.values() if rank.has_exited]
-        return messages.hang_over_finding(before, now_s, exited=exited)
+        return messages.hang_over_finding(before, now_s)
 
     def _heard_lately(self, now_s: float) -> list[Observation]:
         heard = [
@@ -294,11 +300,11 @@ class HangWatch:
             ranks,
             now_s,
             are_all=len(ranks) == len(self._ranks),
-            stacks_of=self._stacks_of,
+            world_size_from_stacks=self._world_size,
         )
-        if hang is None or self._stacks_of is None:
+        if hang is None or self._world_size is None:
             return hang
-        unseen = tuple(rank for rank in range(self._stacks_of) if rank not in self._ranks)
+        unseen = tuple(rank for rank in range(self._world_size) if rank not in self._ranks)
         return dataclasses.replace(hang, from_stacks=True, unseen=unseen)
 
     def _is_over(self, hang: Hang) -> bool:

@@ -1,7 +1,6 @@
 """Texts about a hang: which rank, doing what, where, for how long, who waits, and how to fix it."""
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
@@ -48,24 +47,13 @@ def hang_finding(
     )
 
 
-def hang_continues_finding(reported: Finding) -> Finding:
-    """Return the finding for a known hang that continues: which rank and for how long."""
-    return dataclasses.replace(reported, why="", fix="", evidence="")
-
-
-def hang_over_finding(hang: Hang, now_s: float, *, exited: Collection[int] = ()) -> Finding:
-    """Return the finding that reports the end of a hang; ``exited`` are ranks that have exited."""
+def hang_over_finding(hang: Hang, now_s: float) -> Finding:
+    """Return the finding that reports the end of a hang."""
     duration = format_seconds(hang.waited_s + max(0.0, now_s - hang.now_s))
-    resumed = "the ranks continue"
+    what = f"the ranks continue after a hang of {duration}"
     if hang.has_culprit:
-        ranks = [rank.rank for rank in hang.culprits]
-        if not set(ranks).isdisjoint(exited):
-            ranks = [rank.rank for rank in hang.waiting if rank.rank not in exited]
-        if len(ranks) == 1:
-            resumed = f"{rank_text(ranks)} continues"
-        elif ranks:
-            resumed = f"{rank_text(ranks)} continue"
-    what = f"{resumed} after a hang of {duration}"
+        culprits = rank_text([rank.rank for rank in hang.culprits])
+        what += f", in which they waited for {culprits}"
     return Finding(name="hang-over", status=Status.NOTE, what=what)
 
 

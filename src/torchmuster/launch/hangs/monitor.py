@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import time
@@ -11,11 +12,10 @@ from pathlib import Path
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.observation import Hang
-from torchmuster.launch.history import evidence, node_records, run_state
+from torchmuster.launch.history import node_records, run_state
 from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.redaction import redact_text
@@ -43,7 +43,7 @@ _FIX_UNCONNECTED = (
 
 @dataclass(kw_only=True)
 class _StackDump:
-    """A stack dump in progress: its folder, and the nodes that have not answered yet."""
+    """A stack dump in progress: its folder, and the hosts that have not answered yet."""
 
     finding: Finding
     folder: Path
@@ -56,7 +56,7 @@ class HangMonitor:
 
     def __init__(
         self,
-        nodes: Sequence[ConnectedHost],
+        hosts: Sequence[ConnectedHost],
         run: RunFolder,
         *,
         later: Callable[[Awaitable[None]], None],
@@ -66,30 +66,24 @@ class HangMonitor:
 
         With ``end_after_s`` every hang must be stopped after that time.
         """
-        self._nodes = nodes
+        self._hosts = hosts
         self._run = run
         self._later = later
         self._end_after_s = end_after_s
         self._watch = HangWatch()
         self._unconnected = UnconnectedRanks()
-        self._devices = devices_of(nodes)
-        self._finding: Finding | None = None
+        self._devices = devices_of(hosts)
+        self.finding: Finding | None = None  # of the current hang
         self._examined: set[object] = set()
-        self._kept = len(evidence.hang_folders(run))  # also of earlier attempts
         self._examination: _StackDump | None = None
         self._failed = False
         self._written_s: dict[int, float] = {}
 
     @property
-    def finding(self) -> Finding | None:
-        """The finding of the current hang, if there is one."""
-        return self._finding
-
-    @property
     def must_end(self) -> bool:
         """Whether the hang has lasted so long that the run must be stopped."""
         hang = self._watch.hang
-        if hang is None or self._finding is None:
+        if hang is None or self.finding is None:
             return False
         if self._end_after_s is not None:
             return hang.waited_s >= self._end_after_s
@@ -103,37 +97,35 @@ class HangMonitor:
                 return
             hang = self._watch.hang
             if hang is None:  # if it recurs, it is another hang
-                self._finding = None
+                self.finding = None
                 self._examined.clear()
                 run_state.log_event(self._run, run_state.HANG_OVER, what=finding.what)
                 show_findings([finding])
                 return
-            self._finding = finding
+            self.finding = finding
             if hang.key in self._examined:
-                show_findings([messages.hang_continues_finding(finding)])
+                show_findings([dataclasses.replace(finding, why="", fix="", evidence="")])
                 return
             self._examined.add(hang.key)
             run_state.log_event(self._run, run_state.HANG, what=finding.what)
             show_findings([finding])
             self._later(self._examine(hang, finding))
 
-    def hear(self, node: ConnectedHost, sign: protocol.FromAgent) -> None:
+    def hear(self, host: ConnectedHost, sign: protocol.FromAgent) -> None:
         """Take heartbeats and stack dumps of the ranks."""
-        try:
+        with self._without_stopping_the_run():
             match sign:
                 case protocol.Heartbeats():
-                    self._watch.hear(node.name, sign.heartbeats)
+                    self._watch.hear(host.name, sign.heartbeats)
                     self._warn_of_unconnected_ranks(sign)
-                    if sign.heartbeats and not sign.kept and self._is_due(node):
-                        self._later(self._write_down(node, sign))
+                    if sign.heartbeats and not sign.kept and self._is_due(host):
+                        self._later(self._write_down(host, sign))
                 case protocol.Output() if self._examination is not None:
                     self._keep(self._examination, sign)
                 case protocol.Done() if self._examination is not None:
-                    self._examination.missing.discard(node.place)
+                    self._examination.missing.discard(host.place)
                     if not self._examination.missing:
                         self._examination.answered.set()
-        except Exception as error:
-            self._give_up(error)
 
     def _warn_of_unconnected_ranks(self, sign: protocol.Heartbeats) -> None:
         finding = self._unconnected.hear(sign.heartbeats)
@@ -141,20 +133,20 @@ class HangMonitor:
             run_state.log_event(self._run, finding.name, what=finding.what)
             show_findings([finding])
 
-    def _is_due(self, node: ConnectedHost) -> bool:
+    def _is_due(self, host: ConnectedHost) -> bool:
         """Return whether to write a host's record now: with many hosts, not each time."""
         now = time.monotonic()
-        due = now - self._written_s.get(node.place, -math.inf) >= len(self._nodes) / _RECORDS_PER_S
+        due = now - self._written_s.get(host.place, -math.inf) >= len(self._hosts) / _RECORDS_PER_S
         if due:
-            self._written_s[node.place] = now
+            self._written_s[host.place] = now
         return due
 
-    async def _write_down(self, node: ConnectedHost, sign: protocol.Heartbeats) -> None:
+    async def _write_down(self, host: ConnectedHost, sign: protocol.Heartbeats) -> None:
         """Record the ranks' heartbeats for a host without access to the run folder."""
         await asyncio.to_thread(
             node_records.write_node_ranks,
             self._run,
-            host=node.name,
+            host=host.name,
             attempt=sign.attempt,
             heartbeats=sign.heartbeats,
         )
@@ -165,22 +157,20 @@ class HangMonitor:
         try:
             yield
         except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._finding = None
-        self._watch = HangWatch()
-        if not self._failed:
-            self._failed = True
-            logger.info(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
+            self.finding = None
+            self._watch = HangWatch()
+            if not self._failed:
+                self._failed = True
+                logger.info(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
 
     async def _examine(self, hang: Hang, finding: Finding) -> None:
         """Request stack dumps from the ranks, and store them next to the finding."""
-        if self._kept >= _HANGS_KEPT:
+        from torchmuster.launch.history import evidence
+
+        if len(evidence.hang_folders(self._run)) >= _HANGS_KEPT:  # also of earlier attempts
             return
-        self._kept += 1
         concerned = [rank.rank for rank in (*hang.culprits, *hang.waiting)]
-        world_size = sum(node.prepared.ranks for node in self._nodes if node.prepared)
+        world_size = sum(host.prepared.ranks for host in self._hosts if host.prepared)
         chosen = tuple(dict.fromkeys([*concerned, *range(world_size)]))[:_RANKS_EXAMINED]
         try:
             folder = await asyncio.to_thread(evidence.new_hang, self._run)
@@ -188,11 +178,11 @@ class HangMonitor:
         except OSError as error:
             logger.info(f"cannot store the ranks' stack dumps: {error}")
             return
-        here = {node.place for node in self._nodes if not node.is_lost and not node.ended}
+        here = {host.place for host in self._hosts if not host.is_lost and not host.ended}
         self._examination = _StackDump(finding=finding, folder=folder, missing=here)
-        for node in self._nodes:
-            if node.place in here:
-                self._later(node.channel.send(protocol.DumpStacks(ranks=chosen)))
+        for host in self._hosts:
+            if host.place in here:
+                self._later(host.channel.send(protocol.DumpStacks(ranks=chosen)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._examination.answered.wait(), _EXAMINED_WITHIN_S)
         kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
@@ -202,6 +192,8 @@ class HangMonitor:
             show_findings([other for other in kept.analysis if other.name != finding.name])
 
     def _keep(self, examination: _StackDump, sign: protocol.Output) -> None:
+        from torchmuster.launch.history import evidence
+
         # The name comes from another host: only known names become files.
         endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
         ending = endings.get(sign.file)
@@ -213,15 +205,15 @@ class HangMonitor:
             path.write_text(text, encoding="utf-8")
 
 
-def devices_of(nodes: Sequence[ConnectedHost]) -> dict[int, str]:
+def devices_of(hosts: Sequence[ConnectedHost]) -> dict[int, str]:
     """Return the device of each rank that has its own."""
     devices: dict[int, str] = {}
     first = 0
-    for node in nodes:
-        prepared = node.prepared
+    for host in hosts:
+        prepared = host.prepared
         if prepared is None:
             continue
-        if node.has_gpus and len(prepared.devices) == prepared.ranks:
+        if host.has_gpus and len(prepared.devices) == prepared.ranks:
             devices.update(enumerate(prepared.devices, start=first))
         first += prepared.ranks
     return devices

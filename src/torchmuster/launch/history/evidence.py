@@ -21,8 +21,6 @@ import msgspec
 
 from torchmuster import untrusted
 from torchmuster.finding import Finding
-from torchmuster.known_errors import tracebacks
-from torchmuster.launch import protocol
 from torchmuster.launch.hangs import flight_recorder
 from torchmuster.launch.history.root_cause import NodeExit
 from torchmuster.launch.history.run_state import UnixTime, append_line, read_as
@@ -32,35 +30,17 @@ from torchmuster.runfolder import RunFolder, write_atomically
 FAILURES = "failures.jsonl"
 HANG = "hang.json"
 STACKS, FLIGHT = ".stacks.txt", ".flight.json"
-_RANKS_WHOLE = 16
-_RANKS_AT_ALL = 2_000
-_LINES_OF_LOG = 30
-_LONGEST_TEXT = 16_000
-_SHORT_TEXT = 300
+_RANKS_KEPT = 2_000
 _MOST_DUMP_BYTES = 32 * 2**20
 
 
-class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank of a failed attempt exited."""
-
-    rank: int
-    host: str
-    exit_code: int
-    at_unix_s: UnixTime
-    error: str = ""
-    traceback: str = ""
-    last_lines: str = ""
-    peak_rss_bytes: int | None = None
-    evidence: str = ""
-
-
 class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """A failed attempt: its root cause, and the ranks that failed, in chronological order."""
+    """A failed attempt: its root cause, and the ranks that failed, in chronological order; their logs have the rest."""
 
     attempt: int
     at_unix_s: UnixTime
     finding: Finding
-    ranks: tuple[RankEnd, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,12 +70,16 @@ class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
 def keep_failure(
     run: RunFolder, attempt: int, finding: Finding, ends: Sequence[NodeExit] = ()
 ) -> FailedAttempt:
-    """Record why an attempt failed and how each of its ranks exited; no ranks if it never started."""
+    """Record why an attempt failed and which of its ranks did; none if it never started."""
+    failures = []
+    for end in ends:
+        for failure in end.ended.failures if end.ended else ():
+            failures.append((end.ended_s - failure.ago_s, failure.rank))
     failed = FailedAttempt(
         attempt=attempt,
         at_unix_s=time.time(),
         finding=redacted_finding(finding),
-        ranks=_rank_ends(ends),
+        ranks=tuple(rank for _, rank in sorted(failures)[:_RANKS_KEPT]),
     )
     append_line(run.path / FAILURES, msgspec.to_builtins(failed))
     return failed
@@ -183,43 +167,6 @@ def redacted_finding(finding: Finding) -> Finding:
         why=redact_text(finding.why),
         fix=redact_text(finding.fix),
         evidence=redact_text(finding.evidence),
-    )
-
-
-def _rank_ends(ends: Sequence[NodeExit]) -> tuple[RankEnd, ...]:
-    now_s, now_unix_s = time.monotonic(), time.time()
-    failures = []
-    for end in ends:
-        for failure in end.ended.failures if end.ended else ():
-            ago_s = max(0.0, now_s - (end.ended_s - failure.ago_s))
-            failures.append((now_unix_s - ago_s, end.host, failure))
-    failures.sort(key=lambda item: (item[0], item[2].rank))
-    ranks: list[RankEnd] = []
-    for at_unix_s, host, failure in failures[:_RANKS_AT_ALL]:
-        is_whole = len(ranks) < _RANKS_WHOLE
-        ranks.append(_rank_end(failure, host, at_unix_s, is_whole=is_whole))
-    return tuple(ranks)
-
-
-def _rank_end(failure: protocol.Failure, host: str, at_unix_s: float, *, is_whole: bool) -> RankEnd:
-    error = failure.what or failure.error
-    end = RankEnd(
-        rank=failure.rank,
-        host=host,
-        exit_code=failure.exit_code,
-        at_unix_s=at_unix_s,
-        error=redact_text(error[:_SHORT_TEXT]),
-        peak_rss_bytes=failure.peak_rss_bytes,
-        evidence=redact_text(failure.evidence[:_LONGEST_TEXT]),
-    )
-    if not is_whole:
-        return end
-    lines = tracebacks.last_output(failure.last_lines, _LINES_OF_LOG)
-    return msgspec.structs.replace(
-        end,
-        error=redact_text(error[:_LONGEST_TEXT]),
-        traceback=redact_text(failure.traceback[-_LONGEST_TEXT:]),
-        last_lines=redact_text(lines[-_LONGEST_TEXT:]),
     )
 
 

@@ -53,9 +53,8 @@ def failure_report_of(run: RunFolder) -> FailureReport:
     record = RunRecord.of(run)
     findings = []
     for finding in _findings(record):
-        why = _PATH_INSIDE.sub(r"\1", finding.why)
         evidence = _PATH_INSIDE.sub(r"\1", finding.evidence)
-        findings.append(dataclasses.replace(finding, why=why, evidence=evidence))
+        findings.append(dataclasses.replace(finding, evidence=evidence))
     to_resume = _to_resume(record)
     if to_resume is not None:
         findings.append(to_resume)
@@ -134,8 +133,12 @@ def _killed_ranks(record: RunRecord) -> Iterator[Finding]:
 def _failed(record: RunRecord, state: run_state.RunState) -> Finding:
     """Return the last attempt's root cause, with other records from the folder."""
     failure = record.last_failure
-    if failure is None:
-        return _failed_without_record(record, state)
+    if failure is None:  # no rank was started after the last recorded one
+        before = f"before that: {record.failures[-1].finding.what}" if record.failures else ""
+        fix = "see console.log in the run folder" if before else ""
+        return Finding(
+            name="run-failed", status=Status.FAILURE, what=state.headline, why=before, fix=fix
+        )
     finding = failure.finding
     why = [finding.why]
     earlier = record.failures[:-1]
@@ -152,41 +155,26 @@ def _failed(record: RunRecord, state: run_state.RunState) -> Finding:
     )
 
 
-def _failed_without_record(record: RunRecord, state: run_state.RunState) -> Finding:
-    """Return why a run failed that started no rank after its last recorded failure, if any."""
-    finding = Finding(name="run-failed", status=Status.FAILURE, what=state.headline)
-    if record.failures:
-        why = f"before that: {record.failures[-1].finding.what}"
-        return dataclasses.replace(finding, why=why, fix="see console.log in the run folder")
-    for known in _known_errors(record.run)[:1]:
-        return dataclasses.replace(finding, why=known.what, fix=known.fix, evidence=known.evidence)
-    return finding
-
-
 def _died(record: RunRecord, state: run_state.RunState) -> Finding:
     phases = [event.name for event in record.events if event.name in run_state.ACTIVE]
     phase = f"the run was {phases[-1]}; " if phases else ""
-    host = record.job.launcher.host if record.job else None
+    resume = _resume_training(record)
     if record.job is not None and not record.job.launcher.is_of_this_machine:
-        stop = f"on {host}, if it is up: muster stop {record.run.path}"
+        host = record.job.launcher.host
         return Finding(
             name="launcher-gone",
             status=Status.FAILURE,
             what=state.headline.replace("the launcher", f"the launcher on {host}"),
             why=f"{phase}that host is down or lost access to this disk, or this folder is an older copy",
-            fix=_lines(stop, _resume_training(record)),
+            fix=_lines(f"on {host}, if it is up: muster stop {record.run.path}", resume),
         )
-    where = f" on {host}" if host else ""
     return Finding(
         name="launcher-killed",
         status=Status.FAILURE,
-        what=f"{state.headline}{where}, and its ranks were stopped",
+        what=f"{state.headline}, and its ranks were stopped",
         why=f"{phase}the launcher logged no error, so it was killed: by kill -9, the out-of-memory killer, or "
         "a reboot of the host",
-        fix=_lines(
-            "journalctl and dmesg there show what killed it",
-            _resume_training(record),
-        ),
+        fix=_lines("journalctl and dmesg there show what killed it", resume),
     )
 
 
@@ -201,8 +189,8 @@ def _active(record: RunRecord, state: run_state.RunState) -> Finding:
         name="run-active",
         status=Status.NOTE,
         what=f"{state.phase} at its last heartbeat{_after_failures(record)}",
-        why=f"the launcher runs on {host} and cannot be checked from here; the newest file in the run folder "
-        f"is {_age_of_newest(record.run)} old",
+        why=f"the launcher runs on {host} and cannot be checked from here; that heartbeat is "
+        f"{format_seconds(run_state.silent_for_s(record.run.state))} old",
         fix=f"on {host}: muster explain {record.run.id}",
     )
 
@@ -271,7 +259,7 @@ def _files(record: RunRecord) -> Iterator[str]:
     for hang in record.hangs[-1:]:
         paths += hang.files
     failed_ranks = record.failures[-1].ranks if record.failures else ()
-    logs = [run.rank_log(failed.rank) for failed in failed_ranks] or _rank_logs(run)
+    logs = [run.rank_log(rank) for rank in failed_ranks] or _rank_logs(run)
     paths += logs[:_LOGS_SHOWN]
     for path in dict.fromkeys([*paths, run.console]):
         if path.exists():
@@ -303,11 +291,3 @@ def _end_of(path: Path) -> str:
             return stream.read(_LOG_BYTES).decode("utf-8", errors="replace")
     except (OSError, untrusted.Unreadable):
         return ""
-
-
-def _age_of_newest(run: RunFolder) -> str:
-    newest_unix_s = 0.0
-    for path in (run.state, run.console, *_rank_logs(run)):
-        with contextlib.suppress(OSError):
-            newest_unix_s = max(newest_unix_s, path.stat().st_mtime)
-    return format_seconds(max(0.0, time.time() - newest_unix_s))

@@ -77,21 +77,7 @@ def read_node_ranks(
         if node is not None and now_unix_s - node.at_unix_s < _GONE_AFTER_S:
             recent.append(node)
     newest = max((node.attempt for node in recent), default=0)
-    return _each_rank_once([node for node in recent if node.attempt == newest])
-
-
-def _each_rank_once(nodes: list[NodeRanks]) -> list[NodeRanks]:
-    """Keep the newest record of each rank: a host that gets a lower rank later writes another file."""
-    newest: dict[int, float] = {}
-    for node in nodes:
-        for heartbeat in node.ranks:
-            newest[heartbeat.rank] = max(newest.get(heartbeat.rank, 0.0), node.at_unix_s)
-    result = []
-    for node in nodes:
-        ranks = [beat for beat in node.ranks if newest[beat.rank] == node.at_unix_s]
-        if ranks:
-            result.append(msgspec.structs.replace(node, ranks=tuple(ranks)))
-    return result
+    return [node for node in recent if node.attempt == newest]
 
 
 def _read_ranks(path: Path) -> NodeRanks | None:

@@ -36,8 +36,8 @@ EVENTS = "events.jsonl"
 RESTART = "restart"  # event: all ranks, or their launcher, restart after a failure
 RESUMED = "resumed"  # event: a run was launched again, from a checkpoint
 HANG, HANG_OVER = "hang", "hang-over"
-TAKEOVER = "takeover"  # event: a spare replaced a host, or none could
-SPARE_READY, SPARE_LOST = "spare-ready", "spare-lost"
+TAKEOVER = "takeover"  # event: a spare replaced a host
+SPARE_READY = "spare-ready"
 SPARE_REFUSED = "spare-refused"  # event: a host is not used as a spare, and why
 # Shared disks may show a file's time a minute late.
 SILENT_AFTER_S = 120.0
@@ -47,15 +47,6 @@ _LARGEST_FILE_BYTES = 16 * 2**20
 _LONGEST_LINE_BYTES = 4 * 2**20
 # How long the launcher of a new, empty run folder may take to write the job.
 _WRITTEN_WITHIN_S = 5.0
-_CLOCK_TOLERANCE_S = 2.0
-# The files that a run writes while it is alive.
-_SIGNS_OF_LIFE = (
-    EVENTS,
-    "console.log",
-    "logs/rank-*.log",
-    "metrics/*.jsonl",
-    "metrics/ranks/*/*.json",
-)
 
 T = TypeVar("T")
 UnixTime = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]  # up to some thousand years on
@@ -63,26 +54,19 @@ _Pid = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that launched a run; its start time distinguishes it from a later one with the same PID.
+    """The process that launched a run; its start distinguishes it from a later one with the same PID.
 
-    ``start_ticks`` (Linux) count from boot, so that setting the clock does not change the identity.
+    On Linux the start counts from boot, so that setting the clock does not change it.
     """
 
     host: str
     pid: _Pid
-    created_unix_s: UnixTime
-    start_ticks: int | None = None
+    start_s: UnixTime
 
     @classmethod
     def this(cls) -> "Launcher":
         """Return this process."""
-        process = psutil.Process()
-        return cls(
-            host=socket.gethostname(),
-            pid=process.pid,
-            created_unix_s=process.create_time(),
-            start_ticks=_start_ticks(process.pid),
-        )
+        return cls(host=socket.gethostname(), pid=os.getpid(), start_s=_start_s(os.getpid()))
 
     @property
     def is_of_this_machine(self) -> bool:
@@ -95,10 +79,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True):
             return None
         try:
             process = psutil.Process(self.pid)
-            if self.start_ticks is not None:
-                is_same = _start_ticks(self.pid) == self.start_ticks
-            else:
-                is_same = abs(process.create_time() - self.created_unix_s) < _CLOCK_TOLERANCE_S
+            is_same = _start_s(self.pid) == self.start_s
             return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
             return None
@@ -383,11 +364,8 @@ async def _touch_often(path: Path) -> None:
 
 def _last_sign_of_life(run: RunFolder, state: RunState) -> float:
     """Return when a run whose launcher is gone last wrote anything."""
-    paths = [run.state]
-    for pattern in _SIGNS_OF_LIFE:
-        paths += run.path.glob(pattern)
     newest_unix_s = state.since_unix_s
-    for path in paths:
+    for path in (run.state, run.path / EVENTS, run.console, *run.logs.glob("rank-*.log")):
         with contextlib.suppress(OSError):
             newest_unix_s = max(newest_unix_s, path.stat().st_mtime)
     return newest_unix_s
@@ -401,9 +379,9 @@ def _line_end_if_torn(stream: io.FileIO, size: int) -> bytes:
     return b"" if stream.read(1) == b"\n" else b"\n"
 
 
-def _start_ticks(pid: int) -> int | None:
-    try:
+def _start_s(pid: int) -> float:
+    """Return when a process started: since boot on Linux, elsewhere in Unix time."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(stat.rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+        return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return psutil.Process(pid).create_time()

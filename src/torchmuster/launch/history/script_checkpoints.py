@@ -1,8 +1,5 @@
 """The checkpoints that a script wrote during a run, as its rank 0 recorded them."""
 
-import contextlib
-import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,6 @@ from torchmuster.launch.history.run_state import UnixTime, read_as
 SAVES = "saves.jsonl"
 # Scripts also save small things with torch.save, such as losses: a smaller share of the largest file is no checkpoint.
 _SMALL_SHARE = 0.1
-_MOST_NEIGHBOURS = 10_000
 
 
 class ScriptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,14 +92,9 @@ def newest_usable(
 ) -> NewestCheckpoints:
     """Find the newest complete checkpoint, given newest first.
 
-    With ``on_other_hosts`` rank 0 ran elsewhere: the newest one may be there even if this host cannot access it. Also
-    checks for a folder or file that was begun after the newest checkpoint and never finished.
+    With ``on_other_hosts`` rank 0 ran elsewhere: the newest one may be there even if this host cannot access it.
     """
     unusable: list[tuple[str, Condition]] = []
-    if checkpoints:
-        unfinished = _begun_after(checkpoints[0], {known.path for known in checkpoints})
-        if unfinished is not None:
-            unusable.append(unfinished)
     for index, checkpoint in enumerate(checkpoints):
         condition = checkpoint.condition
         is_missing = condition.state is Completeness.MISSING
@@ -114,25 +105,3 @@ def newest_usable(
         if not is_missing:  # scripts delete old ones
             unusable.append((checkpoint.path, condition))
     return NewestCheckpoints(unusable=tuple(unusable))
-
-
-def _begun_after(newest: ScriptCheckpoint, known: set[str]) -> tuple[str, Condition] | None:
-    """Return an incomplete checkpoint with a similar name that is newer than the given one.
-
-    A rank records a checkpoint when it is written; one during which the rank was killed is known only here.
-    """
-    path = Path(newest.path)
-    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(path.name)))
-    younger: list[tuple[float, str]] = []
-    with contextlib.suppress(OSError):
-        for neighbour in itertools.islice(path.parent.iterdir(), _MOST_NEIGHBOURS):
-            if str(neighbour) in known or not pattern.fullmatch(neighbour.name):
-                continue
-            written_unix_s = neighbour.stat().st_mtime
-            if written_unix_s >= newest.at_unix_s:
-                younger.append((written_unix_s, str(neighbour)))
-    for _, name in sorted(younger, reverse=True):
-        condition = condition_of(name, newest.library)
-        if condition.state is Completeness.TORN:
-            return name, condition
-    return None

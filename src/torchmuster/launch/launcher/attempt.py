@@ -5,33 +5,31 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torchmuster.errors import MachineLost
+from torchmuster.errors import Impossible, MachineLost
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
-from torchmuster.launch.history import (
-    evidence,
-    node_records,
-    root_cause,
-    run_state,
-    script_metrics,
-)
+from torchmuster.launch.history import node_records, run_state, script_metrics
+from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
-from torchmuster.launch.launcher.rendezvous_address import (
-    RendezvousAddress,
-    choose_rendezvous_address,
-)
-from torchmuster.launch.launcher.session import Session
-from torchmuster.launch.launcher.silence import SilenceWatch
+from torchmuster.launch.launcher.rank_output import ShownOutput
 from torchmuster.launch.launcher.stopping import asked_elsewhere, saved_by_ranks, waiting_text
-from torchmuster.launch.launcher.traceback_filter import TracebackFilter
 from torchmuster.units import name_several, plural
+
+if TYPE_CHECKING:
+    from torchmuster.launch.launcher.session import Session
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_WITHIN_S = 20.0
+# A lost host is noticed earlier, by its heartbeat; a loaded one answers late.
+_LISTENING_WITHIN_S = 60.0
 _STARTED_WITHIN_S = 30.0
 # How long a host may take to stop beyond the grace period before it is declared lost.
 _END_WITHIN_S = 8.0
@@ -41,34 +39,43 @@ _HOSTS_SHOWN = 16
 _DEVICES_NOTED = 16  # of each of them
 
 
+@dataclass(frozen=True, kw_only=True)
+class RendezvousAddress:
+    """The chosen address, each host's own address and interface towards it, and the reason for the choice."""
+
+    address: str
+    port: int
+    local: tuple[protocol.Address, ...]
+    reason: str = ""
+
+
 class Attempt:
     """The ranks of these hosts, from their start to their end."""
 
-    def __init__(self, session: Session, hosts: Sequence[ConnectedHost], number: int) -> None:
+    def __init__(self, session: "Session", hosts: Sequence[ConnectedHost], number: int) -> None:
         self.hosts = hosts
         self.number = number
         self.noticed_unix_s = 0.0  # when its failure was noticed
+        self.error = ""  # of that failure
         self._session = session
         self._spec = session.spec
         self._run = session.run_folder
         self._waiting = session.waiting
-        self._silence = SilenceWatch()
-        self._tracebacks = TracebackFilter(session.console.output)
+        self._output = ShownOutput(session.console.output)
         self._hang_monitor: HangMonitor | None = None
         session.attempt = self
         for host in hosts:
             host.expect(number)
 
     def receive(self, host: ConnectedHost, message: protocol.FromAgent) -> None:
-        """Take what a host reports unasked."""
+        """Handle a message that a host sends without a request."""
         match message:
             case protocol.Output(file=""):
-                self._silence.heard(message.text)
-                self._tracebacks.output(message.rank, message.text)
+                self._output.add(message.rank, message.text)
             case protocol.Output(file=script_metrics.RECORDED):
                 self._session.metrics.add(self.number, message.text)
             case protocol.Heartbeats() | protocol.Output() | protocol.Done():
-                if self._hang_monitor is not None:
+                if self._hang_monitor:
                     self._hang_monitor.hear(host, message)
 
     async def run(self) -> Finding | None:
@@ -101,11 +108,11 @@ class Attempt:
                 if any(host.has_failed for host in self.hosts):
                     return await self.fail()
                 if all(host.state is HostState.ENDED for host in self.hosts):
-                    self._tracebacks.show_all()
+                    self._output.show_all()
                     return None
                 if any(host.stopping for host in self.hosts):
                     continue
-                self._tracebacks.show_due()
+                self._output.show_due()
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail()
@@ -130,9 +137,9 @@ class Attempt:
         stopping = [host for host in self.hosts if host.stopping]
         if stopping:  # because a rank failed
             return waiting_text(stopping, time.monotonic())
-        if self._hang_monitor is not None and self._hang_monitor.finding is not None:
+        if self._hang_monitor and self._hang_monitor.finding:
             return ""
-        return self._silence.words(beat for host in self.hosts for beat in host.heartbeats)
+        return self._output.silence_text(beat for host in self.hosts for beat in host.heartbeats)
 
     async def _start(self, address: RendezvousAddress) -> None:
         session, hosts = self._session, self.hosts
@@ -171,22 +178,21 @@ class Attempt:
         for host in hosts[:_HOSTS_SHOWN]:
             assert host.prepared is not None
             devices[host.name] = list(host.prepared.devices)[:_DEVICES_NOTED]
-        text = f"{plural(sum(sizes), 'rank')} started: "
-        if not self._session.is_many:
-            text += f"{', '.join(devices[hosts[0].name])}; run {self._run.id}"
-        elif self.number == 0:
-            text += f"{', '.join(spread)}; run {self._run.id}; {address.reason}"
-        else:
-            text += ", ".join(spread)
-        facts = {"attempt": self.number, "ranks": sum(sizes), "hosts": spread, "devices": devices}
+        facts: dict[str, Any] = {
+            "attempt": self.number,
+            "ranks": sum(sizes),
+            "hosts": spread,
+            "devices": devices,
+        }
+        where = spread if self._session.is_many else devices[hosts[0].name]
+        text = f"{plural(sum(sizes), 'rank')} started: {', '.join(where)}"
+        if self.number == 0 or not self._session.is_many:
+            text += f"; run {self._run.id}"
+        if self.number == 0 and address.reason:
+            text += f"; {address.reason}"
         if self._spec.spares:
-            spares = self._session.hosts.idle
-            names = [host.name for host in spares]
-            facts["spares"] = names
-            text += f"; spares: {name_several(names) or 'none has joined'}"
-            for host in spares[:_HOSTS_SHOWN]:
-                leased = host.prepared.devices if host.prepared else ()
-                devices[f"{host.name} (spare)"] = list(leased)[:_DEVICES_NOTED]
+            facts["spares"] = [host.name for host in self._session.hosts.idle]
+            text += f"; spares: {name_several(facts['spares']) or 'none has joined'}"
         await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
         logger.info(text)
 
@@ -194,12 +200,14 @@ class Attempt:
 
     async def fail(self) -> Finding:
         """Stop all hosts because one failed; return the root cause."""
+        from torchmuster.launch.history import evidence, root_cause
+
         hosts = self.hosts
         noticed_s, self.noticed_unix_s = time.monotonic(), time.time()
-        hang = self._hang_monitor.finding if self._hang_monitor is not None else None
+        hang = self._hang_monitor.finding if self._hang_monitor else None
         await self.end()
         if self._session.cause is None:
-            self._tracebacks.drop()  # the report shows the one that matters
+            self._output.drop()  # the report shows the one that matters
         self._hang_monitor = None
         ends = [
             root_cause.NodeExit(
@@ -211,7 +219,7 @@ class Attempt:
             )
             for host in hosts
         ]
-        finding = root_cause.root_cause_of(
+        finding, self.error = root_cause.root_cause_of(
             ends,
             noticed_s=noticed_s,
             logs=str(self._run.logs.resolve()),
@@ -250,7 +258,7 @@ class Attempt:
         if slow:
             logger.info(f"timed out: {slow}")
         if session.cause is not None:
-            self._tracebacks.show_all()
+            self._output.show_all()
         for host in waiting:
             if not host.ended:
                 host.lose(f"it did not stop within {time.monotonic() - began_s:.0f} s")
@@ -261,3 +269,60 @@ class Attempt:
         saves_together = is_replaced and self._spec.checkpoints is not None
         is_requested = self._session.cause is not None
         return saves_together and not is_requested and any(host.is_lost for host in self.hosts)
+
+
+async def choose_rendezvous_address(
+    spec: JobSpec, hosts: Sequence[ConnectedHost], *, before: RendezvousAddress | None = None
+) -> RendezvousAddress:
+    """Open the port on the first host, and choose the address at which all others reach it.
+
+    The address ``before``, of the previous attempt, is tried alone first: an address that drops packets takes the whole
+    time limit to answer.
+    """
+    if before is not None and spec.address is None and len(hosts) > 1:
+        try:
+            return await _meet(spec, hosts, before.address)
+        except Impossible:
+            pass  # another host is the first one now, or a new one does not reach this address
+    return await _meet(spec, hosts, spec.address)
+
+
+async def _meet(
+    spec: JobSpec, hosts: Sequence[ConnectedHost], address: str | None
+) -> RendezvousAddress:
+    first, *others = hosts
+    nonce, limit_s = os.urandom(16).hex(), spec.limits.reach_s
+    listening = await first.ask(
+        protocol.Listen(nonce=nonce, port=spec.port, address=address),
+        protocol.Listening,
+        within_s=_LISTENING_WITHIN_S,
+    )
+    if not others:
+        only = listening.addresses[0]
+        return RendezvousAddress(address=only.address, port=listening.port, local=(only,))
+    from torchmuster.launch.network import reach
+
+    assert first.record is not None
+    targets = [protocol.Target(address=a.address, port=listening.port) for a in listening.addresses]
+    request = protocol.Reach(nonce=nonce, targets=tuple(targets), timeout_s=limit_s)
+    replies = await asyncio.gather(
+        *(
+            host.ask(request, protocol.Reached, within_s=limit_s + _ANSWER_WITHIN_S)
+            for host in others
+        )
+    )
+    answers = [(host.name, reply) for host, reply in zip(others, replies, strict=True)]
+    chosen = reach.choose_address(
+        first.name, first.record.system, listening, answers, timeout_s=limit_s
+    )
+    local = [own for own in listening.addresses if own.address == chosen.value]
+    for reply in replies:
+        end = reach.local_end(reply, chosen.value)
+        assert end is not None  # it reached the chosen address
+        local.append(end)
+    return RendezvousAddress(
+        address=chosen.value,
+        port=listening.port,
+        local=tuple(local),
+        reason=f"rendezvous at {chosen.reason}; {listening.reason}",
+    )

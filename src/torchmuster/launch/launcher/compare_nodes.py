@@ -78,36 +78,33 @@ def _environments(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
 
 
 def _torch(nodes: Sequence[NodeDescription]) -> Iterator[Finding]:
-    missing = [node.name for node in nodes if node.record.torch is None]
-    having = [node for node in nodes if node.record.torch is not None]
-    releases = _groups(having, lambda node: (node.record.torch or "").partition("+")[0])
-    builds = _groups(having, lambda node: node.record.torch or "")
-    old = [node.name for node in having if torch_too_old(node.record.torch or "")]
-    if missing:
+    builds = _groups(nodes, lambda node: node.record.torch or "none")
+    releases = _groups(nodes, lambda node: (node.record.torch or "none").partition("+")[0])
+    unusable: list[str] = []
+    usable: dict[str, list[str]] = {}
+    for release, names in releases.items():
+        if release == "none" or torch_too_old(release):
+            unusable += names
+        else:
+            usable[release] = names
+    version = next(iter(usable), "")
+    if unusable:
         yield Finding(
             name="torch-missing",
             status=Status.FAILURE,
-            what=f"torch is not installed on {name_several(missing)}",
-            why="the Python environment that runs torchmuster there does not contain torch",
-            fix=_install(next(iter(releases), ""), "torch", missing),
+            what=f"torch {LEAST_TORCH} or newer is not installed on {name_several(unusable)}",
+            why=f"the Python environments that run torchmuster have: {_shares(releases)}",
+            fix=_install(version, "torch", unusable),
         )
-    if old:
-        yield Finding(
-            name="torch-too-old",
-            status=Status.FAILURE,
-            what=f"torch on {name_several(old)} is older than {LEAST_TORCH}",
-            why=f"torchmuster uses features that older versions do not have: {_shares(releases)}",
-            fix=f"python -m pip install 'torch>={LEAST_TORCH}'  # on {name_several(old)}",
-        )
-    elif len(releases) > 1:
+    if len(usable) > 1:
         yield Finding(
             name="torch-version",
             status=Status.FAILURE,
-            what=f"torch versions differ: {_shares(releases)}",
+            what=f"torch versions differ: {_shares(usable)}",
             why="different versions may connect and then hang, or compute different results",
-            fix=_install(next(iter(releases)), "torch", _all_but_first(releases)),
+            fix=_install(version, "torch", _all_but_first(usable)),
         )
-    elif len(builds) > 1:
+    elif len(builds) > len(releases):
         yield Finding(
             name="torch-build",
             status=Status.WARNING,
@@ -120,12 +117,12 @@ def _code(nodes: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
     script = f"module {spec.command[0]}" if spec.module else spec.command[0]
     path = PureWindowsPath if "\\" in spec.folder else PurePosixPath
     folder = str(code_folder(path(spec.folder, spec.command[0]), spec.module, spec.folder))
-    missing = [node.name for node in nodes if not _script_of(node)]
-    present = [node for node in nodes if _script_of(node)]
+    missing = [node.name for node in nodes if not _hashes(node)[0]]
+    present = [node for node in nodes if _hashes(node)[0]]
     # If no host has the module, Python's own error is clearer.
     if missing and (present or not spec.module):
         fix = "check the path, or run muster in the folder that contains it"
-        if _script_of(nodes[0]):
+        if _hashes(nodes[0])[0]:
             fix = _copy(nodes[0], missing, folder)
         yield Finding(
             name="script-missing",
@@ -137,39 +134,27 @@ def _code(nodes: Sequence[NodeDescription], spec: JobSpec) -> Iterator[Finding]:
     if not present:
         return
     first = present[0]
-    other_script, other_code = [], []
+    of_script, of_folder = _hashes(first)
+    differing = []
     for node in present:
-        if _script_of(node) != _script_of(first):
-            other_script.append(node.name)
-        elif _code_differs(first, node):
-            other_code.append(node.name)
-    if other_script:
-        yield Finding(
-            name="script-differs",
-            status=Status.FAILURE,
-            what=f"{script} on {name_several(other_script)} differs from the copy on {first.name}",
-            why="ranks that run different code can hang in different collectives",
-            fix=_copy(first, other_script, folder),
-        )
-    if other_code:
+        own_script, own_folder = _hashes(node)
+        is_compared = own_folder and of_folder  # else one of them is too large to compare
+        if own_script != of_script or (is_compared and own_folder != of_folder):
+            differing.append(node.name)
+    if differing:
         yield Finding(
             name="code-differs",
             status=Status.FAILURE,
-            what=f"the code next to {script} on {name_several(other_code)} differs from the copy on {first.name}",
+            what=f"{script} or the code next to it on {name_several(differing)} differs from the copy on {first.name}",
             why=f"Python files in {folder} differ; ranks that run different code can hang",
-            fix=_copy(first, other_code, folder),
+            fix=_copy(first, differing, folder),
         )
 
 
-def _script_of(node: NodeDescription) -> str:
-    return node.fingerprint.script_sha256 if node.fingerprint is not None else ""
-
-
-def _code_differs(first: NodeDescription, other: NodeDescription) -> bool:
-    assert first.fingerprint is not None
-    assert other.fingerprint is not None
-    hashes = (first.fingerprint.code_sha256, other.fingerprint.code_sha256)
-    return all(hashes) and hashes[0] != hashes[1]  # empty: too large to compare
+def _hashes(node: NodeDescription) -> tuple[str, str]:
+    """Return the hashes of the script and of the code in its folder, "" if unknown."""
+    assert node.fingerprint is not None
+    return node.fingerprint.script_sha256, node.fingerprint.code_sha256
 
 
 def _groups(
@@ -195,7 +180,7 @@ def _shares(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def _install(version: str, package: str, names: Sequence[str]) -> str:
-    wanted = f"{package}=={version}" if version else package
+    wanted = f"{package}=={version}" if version else f"torch>={LEAST_TORCH}"
     return f"python -m pip install {shlex.quote(wanted)}  # on {name_several(names)}"
 
 

@@ -137,8 +137,8 @@ class ConnectedHost:
                 case None:
                     replies.put_nowait(None)  # for the next caller
                     raise MachineLost(f"{self.name} is lost", why=self.why_lost or "")
-                case protocol.Refused():
-                    raise error_from(reply.trouble)
+                case protocol.Done(trouble=protocol.Trouble() as trouble):
+                    raise error_from(trouble)
                 case _ if isinstance(reply, kind):
                     return reply
 
@@ -162,7 +162,7 @@ class ConnectedHost:
     ) -> None:
         """Start a sidecar process next to the node agent; ``on_message`` gets its lines and its exit."""
         self._on_sidecar = on_message
-        message = protocol.StartSidecar(program=program, token=self.part)
+        message = protocol.Relay(program=program, token=self.part)
         await self.ask(message, protocol.Done, within_s=within_s)
 
     def lose(self, why: str) -> None:
@@ -231,7 +231,7 @@ class ConnectedHost:
                     self.heartbeats = message.heartbeats
                     self.stopping, self.stopping_s = message.stopping, time.monotonic()
                     on_message(self, message)
-            case protocol.Output() | protocol.Done(request="dump-stacks"):
+            case protocol.Output() | protocol.Done(dumped_stacks=True):
                 on_message(self, message)
             case protocol.Ended():
                 # Those of earlier attempts, and answers to a late request to stop, do not count.

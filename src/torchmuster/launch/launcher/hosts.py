@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchmuster.errors import MachineLost, MusterError, NotNow
@@ -27,9 +27,8 @@ MOST_FAILURES = 2
 # The node agent of this host is a child process: its death is noticed at once, and under load it may need long.
 LOCAL_WITHIN_S = 1800.0
 _SHOWN_HERE, _SHOWN_MISSING = 12, 8
-# A lost host is connected again at this interval while it is needed, and else at growing intervals.
-_CALL_AGAIN_AFTER_S = 1.0
-_CALL_UNNEEDED_AFTER_S, _CALL_UNNEEDED_AT_LEAST_S = 5.0, 30.0
+# The interval at which a lost host is connected again, while it is needed and else.
+_CALL_AGAIN_AFTER_S, _CALL_UNNEEDED_AFTER_S = 1.0, 10.0
 # Hosts that join at the same time are handled together.
 _LOOK_EVERY_S = 0.05
 _LOOK_FOR_LOST_EVERY_S = 0.2
@@ -117,7 +116,7 @@ class Hosts:
         # A pipe to this host closes by itself; only a network connection can go silent.
         self._lost_after_s = limits.lost_after_s if count > 1 else None
         self._return_s = limits.return_s
-        self._nodes: dict[int, ConnectedHost] = {}
+        self._by_place: dict[int, ConnectedHost] = {}
         self._failures: Counter[int] = Counter()
         self._refusals: dict[int, MusterError] = {}
         self._arrivals = 0
@@ -132,26 +131,26 @@ class Hosts:
     def all(self) -> list[ConnectedHost]:
         """All hosts that have connected, in the user's order; some may be lost."""
         self._name_all()
-        return [self._nodes[place] for place in sorted(self._nodes)]
+        return [self._by_place[place] for place in sorted(self._by_place)]
 
     @property
     def idle(self) -> list[ConnectedHost]:
         """The hosts that have joined and run no ranks."""
-        used = {id(node) for node in self.in_use}
-        return [node for node in self.all if node.is_here and id(node) not in used]
+        used = {id(host) for host in self.in_use}
+        return [host for host in self.all if host.is_here and id(host) not in used]
 
     @property
     def missing(self) -> list[str]:
         """The names of the hosts that the attempt would have, but runs without."""
         if len(self.in_use) == self.wanted.most:
             return []
-        used = {node.place for node in self.in_use}
+        used = {host.place for host in self.in_use}
         names = self._transport.places
         return [names[place] for place in range(len(names)) if place not in used]
 
     def at(self, place: int) -> ConnectedHost | None:
         """Return the host at this place, if it has connected."""
-        return self._nodes.get(place)
+        return self._by_place.get(place)
 
     def name_of(self, place: int) -> str:
         """Return the display name of the host at this place."""
@@ -177,14 +176,14 @@ class Hosts:
 
     def choose(self) -> list[int] | None:
         """Return the places of the hosts for the next attempt; None if too few are here."""
-        here = [self._candidate(node) for node in self._nodes.values() if node.is_here]
+        here = [self._candidate(host) for host in self._by_place.values() if host.is_here]
         return choose_hosts(here, self.wanted, self.before)
 
     def take(self, places: Sequence[int]) -> list[ConnectedHost]:
         """Let these hosts run the next attempt, in this order; return them."""
         self._name_all()
-        self.in_use = [self._nodes[place] for place in places]
-        self.before = [self._candidate(node) for node in self.in_use]
+        self.in_use = [self._by_place[place] for place in places]
+        self.before = [self._candidate(host) for host in self.in_use]
         return self.in_use
 
     def free(self, broken: Iterable[int] = ()) -> None:
@@ -196,9 +195,9 @@ class Hosts:
         """Return how often the host at this place failed in this run."""
         return self._failures[place]
 
-    def _candidate(self, node: ConnectedHost) -> Candidate:
-        ranks = None if node.prepared is None else node.prepared.ranks
-        return Candidate(place=node.place, ranks=ranks, failures=self._failures[node.place])
+    def _candidate(self, host: ConnectedHost) -> Candidate:
+        ranks = None if host.prepared is None else host.prepared.ranks
+        return Candidate(place=host.place, ranks=ranks, failures=self._failures[host.place])
 
     # ---- joining
 
@@ -207,15 +206,19 @@ class Hosts:
         # A lost node agent that is still killing its ranks must not kill those of its successor.
         part = f"{self._token}.{place}.{self._arrivals}"
         self._arrivals += 1
-        node = ConnectedHost(place, f"machine {place + 1}", channel, part)
-        node.listen(self._on_message, self._waiting.change)
-        self._nodes[place] = node
+        host = ConnectedHost(place, f"host {place + 1}", channel, part)
+        host.listen(self._on_message, self._waiting.change)
+        self._by_place[place] = host
+        self._refusals.pop(place, None)
         if self._arrivals == 1:
             self._do(self._send_heartbeats())
-        self._do(self._greet(node))
+        self._do(self._greet(host))
 
     async def wait(self) -> None:
         """Wait until the hosts of an attempt are here: at first for all hosts, later for as many as are needed."""
+        if not self._has_begun:
+            lost = [host for host in self._by_place.values() if host.is_lost]
+            await asyncio.gather(*map(self._connect_again, lost))
         self._is_waiting = True
         try:
             async with self._waiting.reporting(self.words):
@@ -240,7 +243,7 @@ class Hosts:
             if first and now_s - complete_s > self._return_s:
                 return  # only spares are missing
             is_late = waited_s > (self._join_s if first else self._return_s)
-            may_be_fewer = is_late or (first and all(map(self._will_not_come, missing)))
+            may_be_fewer = is_late or (first and all(map(self._why_absent, missing)))
             if may_be_fewer or not first:
                 chosen = self.choose()
                 if chosen is not None and (may_be_fewer or len(chosen) == self.wanted.most):
@@ -259,60 +262,59 @@ class Hosts:
         return [place for place in range(len(self._transport.places)) if not self._is_here(place)]
 
     def _is_here(self, place: int) -> bool:
-        node = self._nodes.get(place)
-        return node is not None and node.is_here
+        host = self._by_place.get(place)
+        return host is not None and host.is_here
 
-    def _will_not_come(self, place: int) -> bool:
-        node = self._nodes.get(place)
-        if node is not None and node.is_lost:
-            return not self._transport.rejoins(place)
-        return self._transport.gave_up(place) is not None
+    def _why_absent(self, place: int) -> MusterError | None:
+        """Return why a host will not join; None if it may, or has."""
+        if place in self._refusals:
+            return self._refusals[place]
+        host, trouble = self._by_place.get(place), self._transport.gave_up(place)
+        if trouble is not None:
+            return error_from(trouble)
+        if host is None or not host.is_lost or self._transport.rejoins(place):
+            return None
+        return MachineLost(f"{self.name_of(place)} is lost", why=host.why_lost or "")
 
     async def _let_rejoin(self, places: Iterable[int]) -> None:
         """Give the places of hosts that were lost to those that replace them."""
         for place in places:
-            node = self._nodes.get(place)
-            if node is not None and node.is_lost and self._transport.rejoins(place):
-                await self._connect_again(node)
+            host = self._by_place.get(place)
+            if host is not None and host.is_lost and self._transport.rejoins(place):
+                await self._connect_again(host)
 
     def _raise_refusal(self, missing: Sequence[int], *, is_late: bool) -> None:
         """Raise the error of a host without which the run cannot go on.
 
         A host that was lost is tried again once the run has begun, until the time to join ``is_late``.
         """
+        errors = []
         for place in missing:
-            error = self._refusals.pop(place, None)
-            if error is not None and not isinstance(error, MachineLost):
+            error = self._why_absent(place)
+            if error is not None and place in self._refusals:
                 raise error
-        if self._has_begun and not is_late:
-            return
-        hopeless = [place for place in missing if self._will_not_come(place)]
-        if len(self._transport.places) - len(hopeless) >= self.wanted.least and not is_late:
-            return
-        for place in hopeless:
-            trouble = self._transport.gave_up(place)
-            if trouble is not None:
-                raise error_from(trouble)
-            self._name_all()
-            node = self._nodes[place]
-            raise MachineLost(f"{node.name} is lost", why=node.why_lost or "")
+            if error is not None:
+                errors.append(error)
+        are_enough = len(self._transport.places) - len(errors) >= self.wanted.least
+        if errors and (is_late or not (self._has_begun or are_enough)):
+            raise errors[0]
 
-    async def _greet(self, node: ConnectedHost) -> None:
+    async def _greet(self, host: ConnectedHost) -> None:
         try:
-            hello = await node.hear(protocol.Hello, within_s=self._join_s)
+            hello = await host.hear(protocol.Hello, within_s=self._join_s)
         except MachineLost:
             pass
         except MusterError as error:
-            self._refusals[node.place] = error
+            self._refusals[host.place] = error
         else:
             if hello.protocol != protocol.PROTOCOL:
                 from torchmuster.launch.launcher import compare_nodes
 
                 self._name_all()
-                trouble = compare_nodes.other_protocol(node.name, hello)
-                self._refusals[node.place] = error_from(trouble)
+                trouble = compare_nodes.other_protocol(host.name, hello)
+                self._refusals[host.place] = error_from(trouble)
             else:
-                node.join(hello.record)
+                host.join(hello.record)
         self._waiting.change()
 
     async def gather(self) -> dict[int, Finding]:
@@ -321,6 +323,7 @@ class Hosts:
         absent = self._absent()
         async with self._waiting.reporting(self.words):
             while set(self._missing()) - absent.keys() and time.monotonic() < deadline:
+                await self._let_rejoin(self._missing())
                 await self._waiting.something_new(0.2)
                 absent = self._absent()
         self._name_all()
@@ -336,82 +339,69 @@ class Hosts:
 
     def _absent(self) -> dict[int, Finding]:
         """Return the hosts that are known not to join."""
-        found = {place: from_error(error)[0] for place, error in self._refusals.items()}
+        absent = {}
         for place in self._missing():
-            trouble = self._transport.gave_up(place)
-            node = self._nodes.get(place)
-            if trouble is not None:
-                found[place] = Finding(
-                    name=trouble.name,
-                    status=Status.FAILURE,
-                    what=trouble.what,
-                    why=trouble.why,
-                    fix=trouble.fix,
-                    evidence=trouble.evidence,
-                )
-            elif node is not None and node.is_lost and not self._transport.rejoins(place):
-                found[place] = from_error(
-                    MachineLost(f"{self.name_of(place)} is lost", why=node.why_lost or "")
-                )[0]
-        return found
+            error = self._why_absent(place)
+            if error is not None:
+                [finding] = from_error(error)
+                trouble = self._transport.gave_up(place)
+                absent[place] = finding if trouble is None else replace(finding, name=trouble.name)
+        return absent
 
     # ---- coming back, and leaving
 
-    async def send_away(self, node: ConnectedHost, why: str) -> None:
+    async def send_away(self, host: ConnectedHost, why: str) -> None:
         """Release a host that cannot run ranks; it is connected again later."""
-        node.lose(why)
+        host.lose(why)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(node.close(), _LET_GO_WITHIN_S)
+            await asyncio.wait_for(host.close(), _LET_GO_WITHIN_S)
 
     async def _reconnect_lost(self) -> None:
-        """Connect to lost hosts again: often while they are needed, else at growing intervals."""
-        pauses: dict[int, float] = {}
+        """Reconnect to lost hosts; more often while the run needs them."""
         tried_s: dict[int, float] = {}
         while True:
             await asyncio.sleep(_LOOK_FOR_LOST_EVERY_S)
-            used = {node.place for node in self.in_use}
-            away = [place for place in self._missing() if place not in used]
-            pauses = {place: pauses[place] for place in away if place in pauses}
-            for place in away:
-                pause_s = _CALL_AGAIN_AFTER_S if self._is_waiting else pauses.get(place, 0.0)
+            used = {host.place for host in self.in_use}
+            pause_s = _CALL_AGAIN_AFTER_S if self._is_waiting else _CALL_UNNEEDED_AFTER_S
+            for place in self._missing():
+                if place in used:
+                    continue
                 if time.monotonic() < tried_s.get(place, -math.inf) + pause_s:
                     continue
                 if self._failures[place] >= MOST_FAILURES and self.choose() is not None:
                     continue  # it is not needed
                 tried_s[place] = time.monotonic()
-                grown_s = max(2 * pauses.get(place, 0.0), _CALL_UNNEEDED_AFTER_S)
-                pauses[place] = min(grown_s, _CALL_UNNEEDED_AT_LEAST_S)
-                node = self._nodes.get(place)
-                if node is not None and node.is_lost:
-                    self._do(self._connect_again(node))
-                elif node is None and self._transport.gave_up(place) is not None:
+                host = self._by_place.get(place)
+                if host is not None and host.is_lost:
+                    self._do(self._connect_again(host))
+                elif host is None and self._transport.gave_up(place) is not None:
                     self._do(self._transport.reopen(place))
 
-    async def _connect_again(self, node: ConnectedHost) -> None:
-        if node.place in self._closing:
+    async def _connect_again(self, host: ConnectedHost) -> None:
+        if host.place in self._closing:
             return
-        self._closing.add(node.place)
+        self._closing.add(host.place)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(node.close(), _LET_GO_WITHIN_S)
+                await asyncio.wait_for(host.close(), _LET_GO_WITHIN_S)
         finally:
-            self._closing.discard(node.place)
-        if self._nodes.get(node.place) is node:  # else it has rejoined by itself
-            del self._nodes[node.place]
-            await self._transport.reopen(node.place)
+            self._closing.discard(host.place)
+        if self._by_place.get(host.place) is host:  # else it has rejoined by itself
+            del self._by_place[host.place]
+            await self._transport.reopen(host.place)
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Notify every node agent that the run is over, and release all hosts."""
         message = protocol.Leave(exit_code=exit_code, words=words)
 
-        async def leave(node: ConnectedHost) -> None:
+        async def leave(host: ConnectedHost) -> None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(node.channel.send(message), _LEAVE_WITHIN_S)
-            await node.close()
+                await asyncio.wait_for(host.channel.send(message), _LEAVE_WITHIN_S)
+            await host.close()
 
         await self.close()
         # A host that cannot be released must not block the others.
-        leaving = [leave(node) for node in self._nodes.values()]
+        leaving = [leave(host) for host in self._by_place.values()]
         await asyncio.gather(*leaving, return_exceptions=True)
         await self._transport.close()
 
@@ -432,16 +422,16 @@ class Hosts:
             await asyncio.sleep(pause_s)
             # Time in which this process was blocked does not count as silence.
             deaf_s = time.monotonic() - began - pause_s
-            nodes = list(self._nodes.values())
-            for node in nodes if deaf_s > _DEAF_S else ():
-                node.heard_s += deaf_s
+            hosts = list(self._by_place.values())
+            for host in hosts if deaf_s > _DEAF_S else ():
+                host.heard_s += deaf_s
             # Spread over several turns: there may be thousands of hosts.
-            for node in nodes:
-                if (node.place + turn) % _TURNS == 0:
-                    node.say_alive()
+            for host in hosts:
+                if (host.place + turn) % _TURNS == 0:
+                    host.say_alive()
             if self._lost_after_s is not None and turn % _SILENCE_TURNS == 0:
-                for node in nodes:
-                    node.notice_silence(self._lost_after_s)
+                for host in hosts:
+                    host.notice_silence(self._lost_after_s)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -451,5 +441,5 @@ class Hosts:
     def _name_all(self) -> None:
         """Set the display names of all hosts; building a long list of names takes time."""
         names = self._transport.places
-        for place, node in self._nodes.items():
-            node.name = names[place]
+        for place, host in self._by_place.items():
+            host.name = names[place]

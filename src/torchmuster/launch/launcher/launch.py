@@ -14,24 +14,12 @@ from typing import Protocol
 
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding, from_error
-from torchmuster.launch.history import evidence, run_state
-from torchmuster.launch.history.resume import plan_resume, resume_finding
+from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher import training_progress
-from torchmuster.launch.launcher.console import (
-    TerminalConsole,
-    logging_to,
-    rank_text,
-    show_findings,
-)
+from torchmuster.launch.launcher import restart
+from torchmuster.launch.launcher.console import Console, rank_text, show_findings
 from torchmuster.launch.launcher.run import JobOutcome, Result
-from torchmuster.launch.launcher.stop_signals import Stoppable, StopSignal, StopSignals
-from torchmuster.launch.schedulers.slurm.allocation import (
-    job_id,
-    may_go_back,
-    requeue,
-    would_not_get_on,
-)
+from torchmuster.launch.launcher.stopping import StopSignal, StopSignals
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, name_several
 
@@ -40,23 +28,29 @@ logger = logging.getLogger(__name__)
 _READ_WITHIN_S = 10.0
 
 
-class Task(Stoppable, Protocol):
+class Task(Protocol):
     """What is done with the hosts: a run (``run.py``) or a check of the group."""
 
     spec: JobSpec
     run_folder: RunFolder
     token: str
 
+    def stop(self, origin: str) -> None:
+        """Request a stop, whose origin is given; a second request stops without a grace period."""
+
+    def pass_on(self, name: str) -> None:
+        """Pass a signal on to every rank."""
+
     async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
         """Run the task to its end; call ``on_phase`` with each phase that it enters."""
 
 
-def launch(
-    task: Task, console: TerminalConsole, *, on_phase: Callable[[str], None] = lambda _: None
+def run_task(
+    task: Task, console: Console, *, on_phase: Callable[[str], None] = lambda _: None
 ) -> int:
     """Run a task to its end, with its records in the run folder; return the exit code of the command."""
     _ignore_early_warnings()
-    return asyncio.run(_run_task(task, console, on_phase))
+    return asyncio.run(_run_with_records(task, console, on_phase))
 
 
 def _ignore_early_warnings() -> None:
@@ -70,16 +64,20 @@ def _ignore_early_warnings() -> None:
             signal.signal(number, lambda *_: None)
 
 
-async def _run_task(
-    task: Task, console: TerminalConsole, report_phase: Callable[[str], None]
+async def _run_with_records(
+    task: Task, console: Console, report_phase: Callable[[str], None]
 ) -> int:
     spec, run = task.spec, task.run_folder
     began_s = time.monotonic()
     events = run_state.EventLog(run, job_uid=spec.job_uid)
-    slurm_job = job_id(os.environ)
+    slurm_job = None
+    if "SLURM_JOB_ID" in os.environ:
+        from torchmuster.launch.schedulers.slurm.allocation import job_id
+
+        slurm_job = job_id(os.environ)
     run_state.write_job(run, spec, token=task.token, slurm_job=slurm_job)
     newest = None if slurm_job is None else await _newest_checkpoint(spec)
-    requests = StopSignals(spec, run, task)
+    requests = StopSignals(spec, run, stop_task=task.stop, pass_on=task.pass_on)
 
     def on_phase(name: str) -> None:
         events.phase(name)
@@ -87,7 +85,7 @@ async def _run_task(
         if name == "starting":
             requests.begin_time_limit()
 
-    with console.speaking(), logging_to(console):
+    with console:
         try:
             with run_state.launcher_heartbeat_file(run.state), requests:
                 logger.debug(f"run {run.id}")
@@ -95,6 +93,8 @@ async def _run_task(
         except MusterError as error:
             findings = from_error(error)
             show_findings(findings)
+            from torchmuster.launch.history import evidence
+
             evidence.keep_failure(run, len(evidence.read_failures(run)), findings[0], ())
             events.ended("failed", error.exit_code, error.what)
             return error.exit_code
@@ -104,7 +104,6 @@ async def _run_task(
         except BaseException as error:
             events.ended("failed", ExitCode.FAILED, f"the launcher failed: {error!r}")
             raise
-        console.finish()
         took_s = time.monotonic() - began_s
         resume = None
         if outcome.result is not Result.FINISHED:
@@ -114,6 +113,8 @@ async def _run_task(
         if resume is not None:
             show_findings([resume])
         if code == ExitCode.SAVED and slurm_job is not None and not requests.stop_signals:
+            from torchmuster.launch.schedulers.slurm.allocation import would_not_get_on
+
             why_not = would_not_get_on(
                 spec,
                 saved_new=outcome.saved is not None and outcome.saved.is_new,
@@ -175,6 +176,8 @@ async def _how_to_resume(spec: JobSpec, run: RunFolder) -> Finding | None:
     """Return from which checkpoint the user's script can resume; a disk that hangs must not block the end."""
 
     def read() -> Finding | None:
+        from torchmuster.launch.history.resume import plan_resume, resume_finding
+
         return resume_finding(spec, plan_resume(spec, run.metrics))
 
     with contextlib.suppress(Exception):
@@ -185,17 +188,19 @@ async def _how_to_resume(spec: JobSpec, run: RunFolder) -> Finding | None:
 async def _newest_checkpoint(spec: JobSpec) -> str | None:
     metrics = Path()  # what was not saved does not count
     progress = await asyncio.to_thread(
-        training_progress.read_training_progress, spec, metrics, since_unix_s=math.inf
+        restart.read_training_progress, spec, metrics, since_unix_s=math.inf
     )
     return progress.checkpoint
 
 
 def _go_back_into_the_queue(job: str, why_not: str | None) -> None:
-    decided = may_go_back(job, os.environ, why_not=why_not)
-    logger.info(decided.reason)
-    trouble = requeue(job) if decided.value else None
-    if trouble is not None:
-        logger.info(trouble)
+    from torchmuster.launch.schedulers.slurm.allocation import requeue
+
+    if why_not is None:  # said before Slurm ends this process for it
+        logger.info(f"requeueing job {job}; it resumes when it starts again")
+        why_not = requeue(job, os.environ)
+    if why_not is not None:
+        logger.info(f"job {job} is not requeued: {why_not}")
 
 
 def _where_logs_are(run: RunFolder) -> str:
@@ -204,10 +209,10 @@ def _where_logs_are(run: RunFolder) -> str:
     return f"{_shown(run.path)} was deleted during the run: the logs and checkpoints in it are lost"
 
 
-def _left(machines: Sequence[str]) -> str:
-    if not machines:
+def _left(hosts: Sequence[str]) -> str:
+    if not hosts:
         return "all processes have exited"
-    return f"no answer from {name_several(machines)}; the node agent there stops its ranks as soon as it can"
+    return f"no answer from {name_several(hosts)}; the node agent there stops its ranks as soon as it can"
 
 
 def _explain_command(run: RunFolder) -> str:

@@ -1,14 +1,22 @@
-"""Whether a run that failed is started again, after which pause, and why not."""
+"""Decide whether a failed run is restarted, and after which pause; this depends on the progress of its training."""
 
+import contextlib
 import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from torchmuster import untrusted
 from torchmuster.decision import Decision
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
+from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.launch.launcher.host import ConnectedHost
+
+if TYPE_CHECKING:
+    from torchmuster.launch.history.resume import ResumePlan
 
 # The same error at the same step this many times is a crash loop.
 _LOOP = 3
@@ -18,6 +26,7 @@ _MISTAKES = ("ModuleNotFoundError", "ImportError", "SyntaxError", "IndentationEr
 _USAGE_EXIT_CODE = 2
 # Causes outside of the script, which may come back at any step.
 _FROM_OUTSIDE = frozenset({"host-lost", "rank-killed"})
+_LAST_BYTES = 64 * 1024
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -27,10 +36,11 @@ class PastAttempt:
 
     ``got_on``: it wrote a newer checkpoint. ``saved`` is the newest checkpoint's step and ``reached`` the
     last finished step. ``mistake``: another attempt would fail the same way. ``resumes``: another attempt
-    would begin at ``saved``.
+    would begin at ``saved``. ``error`` is the text of its error, without who failed.
     """
 
     finding: Finding
+    error: str = ""
     mistake: bool = False
     got_on: bool = False
     saved: int | None = None
@@ -126,8 +136,83 @@ def _last_good(last: PastAttempt) -> str:
     return f"the last good checkpoint is step {last.saved:,}"
 
 
-def _signature(attempt: PastAttempt) -> tuple[str, int | None, int | None]:
+def _signature(attempt: PastAttempt) -> tuple[str, str, int | None, int | None]:
     """Return a key that is equal for equal failures: the error without its numbers, and the steps."""
-    what = attempt.finding.what
-    error = what.partition(" failed: ")[2] or what
-    return _NUMBERS.sub("#", error), attempt.reached, attempt.saved
+    error = _NUMBERS.sub("#", attempt.error)
+    return attempt.finding.name, error, attempt.reached, attempt.saved
+
+
+# ---- the progress of a training
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgress:
+    """The newest checkpoint and the last finished step; None where unknown.
+
+    ``resume`` is how the user's own script resumes; torchmuster's own finds its checkpoints itself.
+    """
+
+    checkpoint: str | None = None
+    saved: int | None = None
+    global_batch_size: int | None = None
+    reached: int | None = None
+    resume: "ResumePlan | None" = None
+
+
+_NOTHING = TrainingProgress()
+
+
+def read_training_progress(
+    spec: JobSpec, metrics: Path, *, since_unix_s: float, known: TrainingProgress = _NOTHING
+) -> TrainingProgress:
+    """Return the progress of a job, counting only steps finished after ``since_unix_s``.
+
+    A storage failure must not stop a run: if checkpoints cannot be read, the ``known`` ones are
+    returned.
+    """
+    if spec.checkpoints is None and is_ours(spec.command):
+        return TrainingProgress()
+    reached = _last_step(metrics / "steps.jsonl", since_unix_s)
+    try:
+        if spec.checkpoints is None:
+            return _of_script(spec, metrics, reached)
+        from torchmuster.checkpoints.manifest import committed_manifests
+        from torchmuster.checkpoints.store import open_store
+
+        for newest in committed_manifests(open_store(spec.checkpoints))[:1]:
+            return TrainingProgress(
+                checkpoint=newest.name,
+                saved=newest.step,
+                global_batch_size=newest.global_batch_size,
+                reached=reached,
+            )
+    except Exception:  # from any storage library
+        return replace(known, reached=reached)
+    return TrainingProgress(reached=reached)
+
+
+def _of_script(spec: JobSpec, metrics: Path, reached: int | None) -> TrainingProgress:
+    from torchmuster.launch.history.resume import plan_resume
+
+    plan = plan_resume(spec, metrics)
+    newest = plan.checkpoint
+    if newest is None:
+        return TrainingProgress(reached=reached, resume=plan)
+    # Scripts overwrite a file with a newer checkpoint.
+    name = f"{newest.path} at {newest.at_unix_s}"
+    return TrainingProgress(checkpoint=name, saved=newest.step, reached=reached, resume=plan)
+
+
+def _last_step(path: Path, since_unix_s: float) -> int | None:
+    try:
+        if path.stat().st_mtime < since_unix_s:
+            return None
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - _LAST_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):  # the last one may be half written
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            return int(untrusted.parse_json(line)["step"])
+    return None

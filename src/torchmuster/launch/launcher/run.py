@@ -8,27 +8,27 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torchmuster.errors import ExitCode, Impossible, MachineLost
-from torchmuster.finding import Finding, Status
+from torchmuster.errors import ExitCode, MachineLost
+from torchmuster.finding import Finding, from_error
 from torchmuster.launch.history import run_state
-from torchmuster.launch.history.resume import ResumePlan, restart_text
 from torchmuster.launch.job import JobSpec, is_ours
-from torchmuster.launch.launcher import training_progress
+from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher.attempt import Attempt
-from torchmuster.launch.launcher.console import show_findings
+from torchmuster.launch.launcher.console import Console
 from torchmuster.launch.launcher.host import ConnectedHost
-from torchmuster.launch.launcher.newcomers import Examine, Newcomers, broken_hosts
+from torchmuster.launch.launcher.newcomers import Newcomers, broken_hosts
 from torchmuster.launch.launcher.restart import (
     PastAttempt,
+    TrainingProgress,
     decide_restart,
     first_failure,
     needs_user,
     restart_announcement,
     with_reason,
 )
-from torchmuster.launch.launcher.session import Console, Session
+from torchmuster.launch.launcher.session import Session
 from torchmuster.launch.launcher.stopping import (
     KilledRanks,
     Saved,
@@ -38,12 +38,13 @@ from torchmuster.launch.launcher.stopping import (
     saved_after_request,
     saved_by_ranks,
 )
-from torchmuster.launch.launcher.training_progress import TrainingProgress
 from torchmuster.launch.launcher.waiting import Stopped
-from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, name_several
+
+if TYPE_CHECKING:
+    from torchmuster.launch.history.resume import ResumePlan
 
 logger = logging.getLogger(__name__)
 
@@ -106,25 +107,21 @@ class Run:
         transport: Transport,
         console: Console,
         run: RunFolder,
-        *,
-        examine: Examine | None = None,
     ) -> None:
-        """``examine`` tests the health of spares."""
         self.spec = spec
         self.run_folder = run
         self._transport = transport
         self._session = Session(spec, transport, console, run)
         self._hosts = self._session.hosts
-        self._newcomers = Newcomers(self._hosts, run, prepare=self._prepare_again, examine=examine)
+        self._newcomers = Newcomers(self._hosts, run, prepare=self._session.prepare)
         self._can_save = spec.checkpoints is not None
         self._history: list[PastAttempt] = []
         self._warning: StopCause | None = None  # forwarded to the ranks
         self._warned_before = False
-        self._is_changed = False  # the script's arguments, for the next attempt
+        self._must_prepare_again = False  # the script's arguments have changed
         self._save_requested = False  # because a host came back
         self._missing: list[str] = []  # the hosts that the last attempt ran without
         self.token = self._session.token
-        self.stop = self._session.stop
 
     # ---- the flow
 
@@ -151,28 +148,48 @@ class Run:
         return outcome
 
     async def _gather_hosts(self) -> None:
-        """Wait for all hosts and prepare them; one that is lost meanwhile may be replaced."""
+        """Wait for all hosts and prepare them; the loss of one of them meanwhile is a failure like one of its ranks."""
         while True:
-            await self._hosts.wait()
-            hosts = self._hosts.idle
             try:
-                if self._session.is_many:
-                    logger.debug(self._hosts.words())
-                    self._refuse(self._session.differences(hosts))
-                await self._prepare(hosts)
+                await self._hosts.wait()
+                await self._session.prepare(self._hosts.idle)
                 return
             except MachineLost as error:
-                if not self.spec.hosts_return:
+                if self.spec.hosts_return:
+                    logger.info(f"{error.what}; waiting for the host that replaces it")
+                    continue
+                [finding] = from_error(error)
+                refusal = await self._restart(PastAttempt(finding=finding), time.time())
+                if refusal is not None:
+                    error.why = with_reason(finding, refusal).why
                     raise
-                logger.info(f"{error.what}; waiting for the host that replaces it")
+
+    async def _restart(
+        self, failed: PastAttempt, noticed_unix_s: float, resume: "ResumePlan | None" = None
+    ) -> str | None:
+        """Wait until the next attempt may begin after a failure; return the reason if there is none."""
+        self._history.append(failed)
+        decision = decide_restart(self._history, max_restarts=self.spec.max_restarts)
+        if decision.value is None:
+            return decision.reason
+        await self._note_restart(failed.finding.what, failed.from_step, noticed_unix_s)
+        logger.info(restart_announcement(failed, decision.value, decision.reason))
+        if resume is not None:
+            from torchmuster.launch.history.resume import restart_text
+
+            logger.info(restart_text(resume))
+        await self._session.waiting.unless_stopped(asyncio.sleep(decision.value))
+        return None
 
     async def _run_attempts(self) -> JobOutcome:
-        number, after = 0, await self._read_progress(time.time(), TrainingProgress())
+        number, progress = 0, TrainingProgress()
         broken: dict[int, str] = {}
-        await self._log_resume(after)
+        if self._can_save or any(self.run_folder.metrics.glob("*")):  # of an earlier launch
+            progress = await self._read_progress(time.time(), progress)
+            await self._log_resume(progress)
         while True:
-            began_unix_s, before = time.time(), after
-            attempt = await self._begin_attempt(number, broken, before)
+            began_unix_s, progress_before = time.time(), progress
+            attempt = await self._begin_attempt(number, broken, progress)
             finding = await self._run_attempt(attempt)
             hosts = attempt.hosts
             if finding is None:
@@ -181,29 +198,38 @@ class Run:
             is_replaced = self._lose_replaced_hosts(hosts)
             broken = broken_hosts(hosts)
             self._hosts.free(broken)
-            after = await self._read_progress(began_unix_s, before)
-            warned = self._warning is not None or self._save_requested
-            origin = self._warning.origin if self._warning else None
-            saved = saved_by_ranks(hosts, warned=warned and self._can_save, origin=origin)
+            progress = await self._read_progress(began_unix_s, progress_before)
+            saved = self._saved(hosts)
             if saved is not None:
                 if self._warning or not (self._save_requested or is_replaced):
                     return JobOutcome(result=Result.SAVED, saved=saved)
                 if is_replaced:
-                    await self._note_restart(saved.text, after.saved, time.time())
+                    await self._note_restart(saved.text, progress.saved, time.time())
                     logger.info(
                         f"{saved.text}; waiting for the host that replaces the one that was stopped"
                     )
                 continue
-            self._history.append(self._failed(finding, hosts, before, after))
-            decision = decide_restart(self._history, max_restarts=self.spec.max_restarts)
-            if decision.value is None:
+            failed = PastAttempt(
+                finding=finding,
+                error=attempt.error,
+                mistake=needs_user(first_failure(hosts)),
+                got_on=progress.checkpoint not in (None, progress_before.checkpoint),
+                saved=progress.saved,
+                reached=progress.reached,
+                resumes=progress.resume is None or bool(progress.resume.on_restart()),
+            )
+            refusal = await self._restart(failed, attempt.noticed_unix_s, progress.resume)
+            if refusal is not None:
                 elsewhere = asked_elsewhere(hosts)
                 if elsewhere is not None:
                     return self._stopped(hosts, StopCause(origin=elsewhere))
-                finding = with_reason(finding, decision.reason)
-                return JobOutcome(result=Result.FAILED, finding=finding)
-            await self._announce(attempt, decision.value, decision.reason, after.resume)
-            await self._session.waiting.unless_stopped(asyncio.sleep(decision.value))
+                return JobOutcome(result=Result.FAILED, finding=with_reason(finding, refusal))
+
+    def _saved(self, hosts: Sequence[ConnectedHost]) -> Saved | None:
+        """Return what the ranks saved after a warning, or because a host came back."""
+        warned = self._warning is not None or self._save_requested
+        origin = self._warning.origin if self._warning else None
+        return saved_by_ranks(hosts, warned=warned and self._can_save, origin=origin)
 
     async def _begin_attempt(
         self, number: int, broken: dict[int, str], progress: TrainingProgress
@@ -212,8 +238,11 @@ class Run:
         session = self._session
         session.on_phase("starting")
         self._save_requested = False
-        self._is_changed = session.resume_script(progress.resume, again=number > 0)
-        if self._is_changed and number == 0 and progress.resume is not None:  # a requeued job
+        self._must_prepare_again = session.resume_script(progress.resume, again=number > 0)
+        # A requeued job:
+        if self._must_prepare_again and number == 0 and progress.resume is not None:
+            from torchmuster.launch.history.resume import restart_text
+
             logger.info(restart_text(progress.resume))
         hosts = await session.waiting.unless_stopped(self._newcomers.choose(broken))
         if self._hosts.missing != self._missing:
@@ -223,9 +252,9 @@ class Run:
 
     async def _run_attempt(self, attempt: Attempt) -> Finding | None:
         """Run one attempt; return None on success, else the finding."""
-        if self._is_changed:
+        if self._must_prepare_again:
             try:
-                await self._session.prepare(attempt.hosts, again=True)
+                await self._session.prepare(attempt.hosts)
             except MachineLost:
                 return await attempt.fail()
         save = self._ask_to_save if self._can_save else None
@@ -243,6 +272,10 @@ class Run:
         return self._stopped(attempt.hosts, session.cause)
 
     # ---- signals
+
+    def stop(self, origin: str) -> None:
+        """Request a stop; a second request kills the ranks."""
+        self._session.stop(origin)
 
     def pass_on(self, name: str) -> None:
         """Forward a signal to every rank: a scheduler's warning, or another signal as it is.
@@ -269,6 +302,8 @@ class Run:
             with contextlib.suppress(RuntimeError):  # no event loop
                 asyncio.get_running_loop().call_later(_NEXT_HEARTBEATS_S, self.pass_on, name)
                 return
+        from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
+
         within_s = seconds_to_job_end(os.environ)
         logger.info(
             f"the launcher received {name}, which the script does not handle: stopping all ranks with SIGTERM "
@@ -281,25 +316,6 @@ class Run:
         self._session.pass_on(_WARNING)
 
     # ---- hosts
-
-    async def _prepare(self, hosts: Sequence[ConnectedHost], *, again: bool = False) -> None:
-        await self._session.prepare(hosts, again=again)
-        if self._session.is_many:
-            everyone = {host.place: host for host in (*self._hosts.in_use, *hosts)}
-            findings = self._session.differences(list(everyone.values()))
-            show_findings([finding for finding in findings if finding.status is not Status.FAILURE])
-            self._refuse(findings)
-
-    async def _prepare_again(self, hosts: Sequence[ConnectedHost]) -> None:
-        await self._prepare(hosts, again=True)
-
-    def _refuse(self, findings: Sequence[Finding]) -> None:
-        """Raise before the run starts if the hosts cannot work together."""
-        failures = [finding for finding in findings if finding.status is Status.FAILURE]
-        if failures:
-            first, *more = failures
-            show_findings(more)
-            raise Impossible(first.what, why=first.why, fix=first.fix)
 
     def _lose_replaced_hosts(self, hosts: Sequence[ConnectedHost]) -> bool:
         """Wait no longer for hosts that their scheduler stopped and will replace; return whether there are any."""
@@ -341,56 +357,36 @@ class Run:
             ),
         )
 
-    def _failed(
-        self,
-        finding: Finding,
-        hosts: Sequence[ConnectedHost],
-        before: TrainingProgress,
-        after: TrainingProgress,
-    ) -> PastAttempt:
-        return PastAttempt(
-            finding=finding,
-            mistake=needs_user(first_failure(hosts)),
-            got_on=after.checkpoint is not None and after.checkpoint != before.checkpoint,
-            saved=after.saved,
-            reached=after.reached,
-            resumes=after.resume is None or bool(after.resume.on_restart()),
-        )
-
-    async def _announce(
-        self, attempt: Attempt, pause_s: float, reason: str, resume: ResumePlan | None
-    ) -> None:
-        """Print and log what failed, that the run restarts, and how its script resumes."""
-        last = self._history[-1]
-        await self._note_restart(last.finding.what, last.from_step, attempt.noticed_unix_s)
-        logger.info(restart_announcement(last, pause_s, reason))
-        if resume is not None:
-            logger.info(restart_text(resume))
-
     async def _log_resume(self, progress: TrainingProgress) -> None:
         """Log that training continues from a checkpoint of an earlier launch."""
         if progress.saved is None or not is_ours(self.spec.command):
             return
-        what = f"resumed from step {progress.saved:,}"
-        facts: dict[str, Any] = {"what": what, "from_step": progress.saved}
-        await asyncio.to_thread(run_state.log_event, self.run_folder, run_state.RESUMED, **facts)
+        await asyncio.to_thread(
+            run_state.log_event,
+            self.run_folder,
+            run_state.RESUMED,
+            what=f"resumed from step {progress.saved:,}",
+            from_step=progress.saved,
+        )
 
     async def _note_restart(
         self, headline: str, from_step: int | None, noticed_unix_s: float
     ) -> None:
-        facts: dict[str, Any] = {
-            "headline": headline,
-            "from_step": from_step,
-            "noticed_unix_s": noticed_unix_s,
-        }
-        await asyncio.to_thread(run_state.log_event, self.run_folder, run_state.RESTART, **facts)
+        await asyncio.to_thread(
+            run_state.log_event,
+            self.run_folder,
+            run_state.RESTART,
+            headline=headline,
+            from_step=from_step,
+            noticed_unix_s=noticed_unix_s,
+        )
 
     async def _read_progress(
         self, since_unix_s: float, known: TrainingProgress
     ) -> TrainingProgress:
         """Read the training progress; object storage that does not respond must not block the run."""
         reading = asyncio.to_thread(
-            training_progress.read_training_progress,
+            restart.read_training_progress,
             self.spec,
             self.run_folder.metrics,
             since_unix_s=since_unix_s,

@@ -10,42 +10,30 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from torchmuster.errors import MusterError
-from torchmuster.finding import Finding
+from torchmuster.errors import Impossible, MusterError
+from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.history.resume import ResumePlan, with_arguments
 from torchmuster.launch.history.script_metrics import ScriptMetrics
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import GRACE_VARIABLE, JobSpec
+from torchmuster.launch.launcher.console import Console, show_findings
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import LOCAL_WITHIN_S, Hosts
-from torchmuster.launch.launcher.rendezvous_address import RendezvousAddress
 from torchmuster.launch.launcher.stopping import StopCause
 from torchmuster.launch.launcher.waiting import Waiting
-from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import name_several
 
 if TYPE_CHECKING:
-    from torchmuster.launch.launcher.attempt import Attempt
+    from torchmuster.launch.history.resume import ResumePlan
+    from torchmuster.launch.launcher.attempt import Attempt, RendezvousAddress
 
 logger = logging.getLogger(__name__)
 
 _PREPARED_WITHIN_S = 60.0
-# A lost host keeps its device lease until it notices the loss.
 _PREPARED_AGAIN_WITHIN_S = 30.0
-
-
-class Console(Protocol):
-    """Where the output of the ranks goes."""
-
-    def world(self, size: int) -> None:
-        """Set the number of ranks."""
-
-    def output(self, rank: int, text: str) -> None:
-        """Print what a rank wrote."""
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
@@ -78,6 +66,7 @@ class Session:
         self.failed_before_stop = False  # a rank had failed when the stop was requested
         self.killed_at_once = False  # because of a second request
         self.kill_at_s = math.inf
+        self._is_prepared = False  # the hosts of the first attempt are
         self._is_only_warned = False  # the next request is then not a repetition
         self._sending: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
 
@@ -105,6 +94,8 @@ class Session:
         if not again:
             stopping = [host.stopping for host in self.current if host.stopping]
             self.failed_before_stop = any(not state.asked for state in stopping)
+            if not self.failed_before_stop:
+                self.kill_at_s = math.inf  # that of an earlier attempt is over
         self.killed_at_once = again and not self._is_only_warned
         grace_s = self.spec.limits.grace_s if warned_s is None else warned_s
         self.kill_by(0.0 if self.killed_at_once else grace_s)
@@ -135,11 +126,15 @@ class Session:
         for host in self.current:
             self.send_later(host.channel.send(protocol.Signal(name=name)))
 
-    def resume_script(self, plan: ResumePlan | None, *, again: bool) -> bool:
+    def resume_script(self, plan: "ResumePlan | None", *, again: bool) -> bool:
         """Set the script's arguments for the next attempt; return whether the hosts must be prepared anew.
 
         The first attempt resumes only in the folder of an earlier run (a requeued Slurm job).
         """
+        if plan is None and self.command == self.spec.command:
+            return False
+        from torchmuster.launch.history.resume import with_arguments
+
         resumes = plan is not None and (again or plan.checkpoint is not None)
         arguments = plan.on_restart() if plan is not None and resumes else ()
         newest = plan.checkpoint if plan is not None and arguments else None
@@ -150,11 +145,8 @@ class Session:
 
     # ---- before the start
 
-    async def prepare(self, hosts: Sequence[ConnectedHost], *, again: bool = False) -> None:
-        """Have the hosts lease devices and fingerprint the code; raise the first refusal."""
-
-        async def prepare(host: ConnectedHost) -> None:
-            await self.prepare_one(host, again=again)
+    async def prepare(self, hosts: Sequence[ConnectedHost]) -> None:
+        """Have the hosts lease devices and fingerprint the code, and compare all hosts; raise the first refusal."""
 
         def describe() -> str:
             pending = [host for host in hosts if host.prepared is None]
@@ -163,23 +155,30 @@ class Session:
             return f"{text} ({'; '.join(reasons)})" if reasons else text
 
         async with self.waiting.reporting(describe):
-            await self.on_each(hosts, prepare)
+            try:
+                await self.on_each(hosts, self.prepare_one)
+            finally:
+                self._is_prepared = True
+        if not self.is_many:
+            return
+        here = [host for host in self.hosts.all if host.is_here and host.prepared is not None]
+        findings = self.differences(here)
+        failures = [finding for finding in findings if finding.status is Status.FAILURE]
+        show_findings([finding for finding in findings if finding not in failures[:1]])
+        if failures:
+            raise Impossible(failures[0].what, why=failures[0].why, fix=failures[0].fix)
 
-    async def prepare_one(
-        self,
-        host: ConnectedHost,
-        *,
-        spec: JobSpec | None = None,
-        again: bool = False,
-    ) -> None:
+    async def prepare_one(self, host: ConnectedHost, *, spec: JobSpec | None = None) -> None:
         """Prepare one host for the job, or for another job on the same devices."""
         host.prepared = await host.ask(
-            self._preparation(host, spec or self.spec, again=again),
+            self._preparation(host, spec or self.spec),
             protocol.Prepared,
             within_s=None if self.spec.wait_s else self.patience_s(_PREPARED_WITHIN_S),
         )
 
-    def _preparation(self, host: ConnectedHost, spec: JobSpec, *, again: bool) -> protocol.Prepare:
+    def _preparation(self, host: ConnectedHost, spec: JobSpec) -> protocol.Prepare:
+        # A lost host keeps its device lease until it notices the loss.
+        least_wait_s = _PREPARED_AGAIN_WITHIN_S if self._is_prepared else 0.0
         host_ranks = spec.hosts[host.place].ranks if spec.hosts else None
         return protocol.Prepare(
             run_id=self.run_folder.id,
@@ -193,7 +192,7 @@ class Session:
             ranks=host_ranks or spec.ranks,
             gpu_ids=spec.gpu_ids,
             share=spec.share,
-            wait_s=max(spec.wait_s, _PREPARED_AGAIN_WITHIN_S) if again else spec.wait_s,
+            wait_s=max(spec.wait_s, least_wait_s),
             environment=environment_of(spec),
             alone=not self.is_many,
             lost_after_s=spec.limits.lost_after_s if self.is_many else None,

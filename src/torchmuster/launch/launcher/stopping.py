@@ -1,19 +1,28 @@
-"""A stop request to the launcher: its origin, what was saved because of it, and which ranks had to be killed."""
+"""Stop requests to the launcher: the signals, what was saved because of them, and which ranks had to be killed."""
 
+import asyncio
+import contextlib
+import logging
+import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs.heartbeat import Heartbeat
-from torchmuster.launch.history import known_failures, script_checkpoints
+from torchmuster.launch.history import run_state
+from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.launcher.host import ConnectedHost
-from torchmuster.launch.launcher.silence import activity_text
+from torchmuster.launch.launcher.rank_output import activity_text
+from torchmuster.runfolder import RunFolder
+from torchmuster.units import format_seconds
+
+logger = logging.getLogger(__name__)
 
 RANKS_KILLED = "ranks-killed"
 # A rank that saved may still be exiting when the remaining ranks get another stop signal.
@@ -21,6 +30,10 @@ _ENDED = (0, -2, -9, -15)
 _WARNED = -getattr(signal, "SIGUSR1", 10)
 _SAVED = "saved after a stop request"
 _NOTHING_NEW = "stopped on request with nothing new to save"
+# Schedulers signal every process of a job, and a shell whose terminal closes hangs up its jobs after the system
+# did, so one request may arrive more than once.
+_SAME_REQUEST_S = 0.5
+_REMIND_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +89,8 @@ def saved_by_ranks(
 
 
 def _code(failure: protocol.Failure) -> int:
+    from torchmuster.launch.history import known_failures
+
     return known_failures.by_signal(failure.exit_code)
 
 
@@ -87,6 +102,8 @@ def saved_after_request(
     A run that saved exits with code 75. Ranks of ``muster train`` exit with that code when they have saved; for other
     scripts, a complete checkpoint that was recorded after the request counts.
     """
+    from torchmuster.launch.history import script_checkpoints
+
     if cause is None:
         return saved_by_ranks(hosts)
     by_ranks = saved_by_ranks(hosts, origin=cause.origin)
@@ -111,8 +128,21 @@ def killed_after_request(
     ranks = sorted(rank for host in hosts if host.ended for rank in host.ended.killed)
     if not ranks:
         return None
-    heartbeats = [heartbeat for host in hosts for heartbeat in host.heartbeats]
-    finding = killed_finding(ranks, heartbeats, grace_s=grace_s, at_once=at_once)
+    who, it_was = rank_text(ranks), "was" if len(ranks) == 1 else "were"
+    what = f"{who} did not exit within {grace_s:g} s after SIGTERM and {it_was} killed"
+    why = "unsaved work is lost"
+    fix = (
+        "give them more time: --set launch.grace=2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod also a longer "
+        "terminationGracePeriodSeconds"
+    )
+    if at_once:
+        what = f"{who} {it_was} killed because of the second stop request"
+        fix = ""
+    heartbeats = [beat for host in hosts for beat in host.heartbeats if beat.rank in ranks]
+    doing = activity_text(heartbeats, together=f"{who}: ")
+    if doing:
+        why += f"\nlast seen: {doing}"
+    finding = Finding(name=RANKS_KILLED, status=Status.WARNING, what=what, why=why, fix=fix)
     return KilledRanks(ranks=tuple(ranks), finding=finding, at_once=at_once)
 
 
@@ -134,21 +164,121 @@ def waiting_text(hosts: Sequence[ConnectedHost], now_s: float) -> str:
     return f"{text} ({doing})" if doing else text
 
 
-def killed_finding(
-    ranks: Sequence[int], heartbeats: Sequence[Heartbeat], *, grace_s: float, at_once: bool
-) -> Finding:
-    """Return the finding that names the ranks that had to be killed; ``at_once``: the user requested it."""
-    who, it_was = rank_text(ranks), "was" if len(ranks) == 1 else "were"
-    when = f"did not exit within {grace_s:g} s after SIGTERM and {it_was} killed"
-    fix = (
-        "give them more time: --set launch.grace=2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod also a longer "
-        "terminationGracePeriodSeconds"
-    )
-    if at_once:
-        when = f"{it_was} killed because of the second stop request"
-        fix = ""
-    why = "unsaved work is lost"
-    doing = activity_text((h for h in heartbeats if h.rank in ranks), together=f"{who}: ")
-    if doing:
-        why += f"\nlast seen: {doing}"
-    return Finding(name=RANKS_KILLED, status=Status.WARNING, what=f"{who} {when}", why=why, fix=fix)
+# ---- signals
+
+
+class StopSignal(NamedTuple):
+    """Where a request to stop came from, and the exit code after it."""
+
+    origin: str
+    exit_code: ExitCode
+
+
+STOP_SIGNALS = {
+    "SIGINT": StopSignal("Ctrl-C", ExitCode.INTERRUPTED),
+    "SIGTERM": StopSignal("SIGTERM to the launcher", ExitCode.TERMINATED),
+    "SIGHUP": StopSignal("terminal closed", ExitCode.TERMINATED),
+}
+
+
+class StopSignals:
+    """The signals that arrive while a run lasts, as requests to its task, and its time limit.
+
+    ``stop_task`` gets the origin of a request to stop, ``pass_on`` a signal for every rank. Use as a context: at its end, every
+    signal does again what it did before.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run: RunFolder,
+        *,
+        stop_task: Callable[[str], None],
+        pass_on: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._run = run
+        self._stop_task = stop_task
+        self._pass_on = pass_on
+        self._loop = asyncio.get_running_loop()
+        self._last_s = -math.inf
+        self._reminder: asyncio.TimerHandle | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self._handled: dict[int, object] = {}  # the signals, and what they did before
+        self.stop_signals: list[str] = []  # requests to stop
+        self.is_warned = False
+
+    @property
+    def cause(self) -> StopSignal:
+        """What the first request was."""
+        return STOP_SIGNALS[self.stop_signals[0] if self.stop_signals else "SIGTERM"]
+
+    def __enter__(self) -> "StopSignals":
+        self._handle("SIGINT", self.stop, "SIGINT")
+        self._handle("SIGTERM", self.stop, "SIGTERM")
+        self._handle("SIGUSR1", self.warn, "SIGUSR1")
+        self._handle("SIGUSR2", self.warn, "SIGUSR2")
+        self._handle("SIGTSTP", self._refuse_to_suspend)
+        # With nohup or --detach, a hangup does nothing.
+        if signal.getsignal(getattr(signal, "SIGHUP", signal.SIGTERM)) is not signal.SIG_IGN:
+            self._handle("SIGHUP", self.stop, "SIGHUP")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for timer in (self._reminder, self._limit):
+            if timer is not None:
+                timer.cancel()
+        for number, before in self._handled.items():
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+    def _handle(self, name: str, action: Callable[..., None], *arguments: str) -> None:
+        with contextlib.suppress(AttributeError, NotImplementedError):  # Windows
+            number = getattr(signal, name)
+            before = signal.getsignal(number)
+            self._loop.add_signal_handler(number, action, *arguments)
+            self._handled[number] = before
+
+    def stop(self, name: str) -> None:
+        """Ask the ranks to stop; a second request kills them."""
+        again_s = self._loop.time() - self._last_s
+        self._last_s = self._loop.time()
+        if again_s <= _SAME_REQUEST_S and name != "SIGINT":
+            return
+        origin = STOP_SIGNALS[name].origin
+        within = f"within {self._spec.limits.grace_s:g} s"
+        text = f"stop requested ({origin}): stopping all ranks {within} (repeat to kill them immediately)"
+        if self.stop_signals:
+            text = f"stop requested again ({origin}): killing all ranks"
+        self._request_stop(name, origin, "stop-requested", text)
+
+    def warn(self, name: str) -> None:
+        """Pass a scheduler's warning on, again and again: ranks that are still starting miss the first one."""
+        self.is_warned = True
+        self._pass_on(name)
+        if self._spec.checkpoints is not None:
+            if self._reminder is not None:
+                self._reminder.cancel()
+            self._reminder = self._loop.call_later(_REMIND_AFTER_S, self.warn, name)
+
+    def begin_time_limit(self) -> None:
+        """Let the time limit begin, once."""
+        if self._spec.limits.time_s is not None and self._limit is None:
+            self._limit = self._loop.call_later(self._spec.limits.time_s, self._end_at_limit)
+
+    def _end_at_limit(self) -> None:
+        origin = f"time limit of {format_seconds(self._spec.limits.time_s or 0.0)}"
+        grace_s = self._spec.limits.grace_s
+        text = f"{origin} reached: stopping all ranks within {grace_s:g} s"
+        self._request_stop("SIGTERM", origin, "time-limit", text)
+
+    def _request_stop(self, name: str, origin: str, event: str, text: str) -> None:
+        self.stop_signals.append(name)
+        run_state.log_event(self._run, event, what=f"stop requested ({origin})")
+        logger.info(text)
+        self._stop_task(origin)
+
+    def _refuse_to_suspend(self) -> None:
+        logger.info(
+            "a run cannot be suspended; to free the terminal use --detach and muster logs -f"
+        )

@@ -50,20 +50,21 @@ def read_interfaces() -> tuple[Interface, ...]:
         addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     except OSError:
         return ()
-    return tuple(
-        Interface(
+    interfaces = []
+    for name, items in addresses.items():
+        own = []
+        for item in items:
+            if item.family in (socket.AF_INET, socket.AF_INET6):
+                own.append(item.address.partition("%")[0])  # the rest repeats the interface
+        state = states.get(name)
+        interface = Interface(
             name=name,
-            up=name in states and states[name].isup,
-            addresses=tuple(
-                # The part after % repeats the interface.
-                item.address.partition("%")[0]
-                for item in items
-                if item.family in (socket.AF_INET, socket.AF_INET6)
-            ),
-            speed_mbits=states[name].speed if name in states else 0,
+            up=state is not None and state.isup,
+            addresses=tuple(own),
+            speed_mbits=state.speed if state is not None else 0,
         )
-        for name, items in addresses.items()
-    )
+        interfaces.append(interface)
+    return tuple(interfaces)
 
 
 def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[protocol.Address]:
@@ -72,17 +73,25 @@ def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[
     Ordinary interfaces come before VPNs, VPNs before container bridges; fast before slow, IPv4 before
     IPv6, and link-local addresses (169.254) last.
     """
-    usable = [
-        interface for interface in _given(interfaces) if interface.up and not interface.is_loopback
-    ]
-    found = [
-        (_order(interface, ipaddress.ip_address(address)), address, interface.name)
-        for interface in usable
-        for address in interface.addresses
-        if not _only_on_its_link(ipaddress.ip_address(address))
-    ]
-    found.sort(key=lambda item: item[0])
-    return [protocol.Address(address=address, interface=name) for _, address, name in found]
+    ordered: list[tuple[tuple[bool, int, int, int], protocol.Address]] = []
+    for interface in _given(interfaces):
+        if not interface.up or interface.is_loopback:
+            continue
+        for text in interface.addresses:
+            address = ipaddress.ip_address(text)
+            if address.version == 6 and address.is_link_local:
+                continue
+            distance = _distance(interface.name)
+            order = (address.is_link_local, distance, -interface.speed_mbits, address.version)
+            ordered.append((order, protocol.Address(address=text, interface=interface.name)))
+    ordered.sort(key=lambda item: item[0])
+    return [address for _, address in ordered]
+
+
+def _distance(name: str) -> int:
+    if _BRIDGES_WITHIN.match(name) or _CONTAINERS.match(name):
+        return 2
+    return 1 if _VPNS.match(name) else 0
 
 
 def addresses_for_others() -> list[str]:
@@ -103,27 +112,6 @@ def addresses_for_others() -> list[str]:
             fix="connect it to a network; ip address  # shows its addresses",
         )
     return addresses
-
-
-def _order(
-    interface: Interface, address: ipaddress.IPv4Address | ipaddress.IPv6Address
-) -> tuple[bool, int, int, int]:
-    return (
-        address.is_link_local,
-        _distance(interface.name),
-        -interface.speed_mbits,
-        address.version,
-    )
-
-
-def _only_on_its_link(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    return address.version == 6 and address.is_link_local
-
-
-def _distance(name: str) -> int:
-    if _BRIDGES_WITHIN.match(name) or _CONTAINERS.match(name):
-        return 2
-    return 1 if _VPNS.match(name) else 0
 
 
 def interface_of(address: str, interfaces: Sequence[Interface] | None = None) -> str | None:
@@ -193,22 +181,33 @@ def socket_findings(
 
     ``alone`` means that the run has no other hosts; without ``gpus`` NCCL is not used.
     """
-    gloo, nccl = environment.get(GLOO_VARIABLE, ""), environment.get(NCCL_VARIABLE, "")
-    troubles = [(GLOO_VARIABLE, gloo, _gloo_trouble(gloo, interfaces, alone))] if gloo else []
-    if nccl and gpus:
-        troubles.append((NCCL_VARIABLE, nccl, _nccl_trouble(nccl, interfaces, alone)))
-    return [
-        Finding(
-            name="socket-interface",
-            status=Status.FAILURE,
-            what=f"{variable}={value} cannot work on this host",
-            why=why,
-            fix=_other_choice(variable, interfaces),
-            evidence=f"interfaces here: {_listed(interfaces)}",
+    findings = []
+    for variable, equals in ((GLOO_VARIABLE, ""), (NCCL_VARIABLE, "=")):
+        value = environment.get(variable, "")
+        if not value or (variable == NCCL_VARIABLE and not gpus):
+            continue
+        why = _trouble(variable, value, interfaces, alone=alone)
+        if not why:
+            continue
+        listed = []
+        for known in interfaces:
+            if known.addresses:
+                state = "" if known.up else "; down"
+                listed.append(f"{known.name} ({', '.join(known.addresses)}{state})")
+        fix = f"unset {variable}  # Muster then uses the interface that reaches the other hosts"
+        for best in interface_candidates(interfaces)[:1]:
+            fix += f"\nexport {variable}={equals}{best.interface}  # or choose one"
+        findings.append(
+            Finding(
+                name="socket-interface",
+                status=Status.FAILURE,
+                what=f"{variable}={value} cannot work on this host",
+                why=why,
+                fix=fix,
+                evidence=f"interfaces here: {', '.join(listed) or 'none with an address'}",
+            )
         )
-        for variable, value, why in troubles
-        if why
-    ]
+    return findings
 
 
 def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus: bool) -> None:
@@ -217,38 +216,44 @@ def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus:
         raise Impossible(finding.what, why=f"{finding.why}\n{finding.evidence}", fix=finding.fix)
 
 
-def _gloo_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
+def _trouble(variable: str, value: str, interfaces: Sequence[Interface], *, alone: bool) -> str:
+    """Return why a value cannot work; "" if it can."""
+    usable = [known for known in interfaces if known.addresses]
+    if variable == NCCL_VARIABLE:
+        named = [known for known in usable if _nccl_takes(value, known.name)]
+        if not named:
+            return "no interface matches it; NCCL would fail with “no socket interface found”"
+        return _trouble_with(named, alone)
     if value[0] in "^=":
         return (
             f"{value[0]} is NCCL syntax; gloo expects plain interface names and would look for one "
             f"named {value!r}"
         )
     for name in value.split(","):
-        named = [known for known in interfaces if known.addresses and known.name == name]
-        error = f"Unable to find address for: {name}"
-        trouble = _trouble_with(
-            named, alone, f"{name} does not exist or has no address; gloo would fail with “{error}”"
-        )
+        named = [known for known in usable if known.name == name]
+        if not named:
+            error = f"Unable to find address for: {name}"
+            return f"{name} does not exist or has no address; gloo would fail with “{error}”"
+        trouble = _trouble_with(named, alone)
         if trouble:
             return trouble
     return ""
 
 
-def _nccl_trouble(value: str, interfaces: Sequence[Interface], alone: bool) -> str:
-    matching = [known for known in interfaces if known.addresses and _nccl_takes(value, known.name)]
-    missing = "no interface matches it; NCCL would fail with “no socket interface found”"
-    return _trouble_with(matching, alone, missing)
-
-
-def _trouble_with(matching: Sequence[Interface], alone: bool, missing: str) -> str:
-    """Return why the first of these interfaces cannot be used, ``missing`` if there is none, "" if it can be."""
-    if not matching:
-        return missing
-    for interface in matching:
-        if interface.up:
-            # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
-            return "" if alone else _leads_nowhere(interface)
-    return f"{matching[0].name} is down"
+def _trouble_with(named: Sequence[Interface], alone: bool) -> str:
+    """Return why these interfaces cannot be used; of several, the first that is up is used."""
+    working = [interface for interface in named if interface.up]
+    if not working:
+        return f"{named[0].name} is down"
+    if alone:
+        return ""
+    # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
+    name = working[0].name
+    if working[0].is_loopback:
+        return f"{name} is loopback: this host cannot reach other hosts through it"
+    if _BRIDGES_WITHIN.match(name):
+        return f"{name} is the bridge to the containers or virtual machines on this host, and does not reach other hosts"
+    return ""
 
 
 def _nccl_takes(value: str, name: str) -> bool:
@@ -259,32 +264,3 @@ def _nccl_takes(value: str, name: str) -> bool:
     words = [word for word in rest.removeprefix("=").split(",") if word]
     hit = any(name == word if exact else name.startswith(word) for word in words)
     return hit != leaves_out
-
-
-def _leads_nowhere(interface: Interface) -> str:
-    if interface.is_loopback:
-        return f"{interface.name} is loopback: this host cannot reach other hosts through it"
-    if _BRIDGES_WITHIN.match(interface.name):
-        return (
-            f"{interface.name} is the bridge to the containers or virtual machines on this host, and does "
-            "not reach other hosts"
-        )
-    return ""
-
-
-def _other_choice(variable: str, interfaces: Sequence[Interface]) -> str:
-    text = f"unset {variable}  # Muster then uses the interface that reaches the other hosts"
-    best = next(iter(interface_candidates(interfaces)), None)
-    if best is None:
-        return text
-    mark = "=" if variable == NCCL_VARIABLE else ""
-    return f"{text}\nexport {variable}={mark}{best.interface}  # or choose one"
-
-
-def _listed(interfaces: Sequence[Interface]) -> str:
-    shown = [
-        f"{interface.name} ({', '.join(interface.addresses)}{'' if interface.up else '; down'})"
-        for interface in interfaces
-        if interface.addresses
-    ]
-    return ", ".join(shown) or "none with an address"

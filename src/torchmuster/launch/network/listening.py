@@ -12,7 +12,6 @@ answer, and nothing that a caller sent is ever sent back.
 import asyncio
 import contextlib
 import errno
-import functools
 import hashlib
 import hmac
 import ipaddress
@@ -34,17 +33,16 @@ from torchmuster.launch.network.interfaces import Interface
 from torchmuster.redaction import printable
 
 PROC = Path("/proc")
+LAST_USUAL_PORT = USUAL_PORT + 99
+# How long a caller may take to send its request.
+PATIENCE_S = 2.0
 _UNKNOWN = "another user's program"
 _COMMAND_SHOWN = 100
 _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
-LAST_USUAL_PORT = USUAL_PORT + 99
-BACKLOG = 4096
-REQUEST_LIMIT_BYTES = 128
-# How long a caller may take to send its request, and how many callers are handled at the same time.
-PATIENCE_S = 2.0
-MOST_CALLERS = 512
+_BACKLOG = 4096
 _TRIES = 50
 _LOOPBACK = protocol.Address(address="127.0.0.1", interface="lo")
+_FIX = f"omit distributed.master_port to use {USUAL_PORT} or the next free port"
 # Handles a connection whose caller knew the nonce; it is closed afterwards.
 Conversation = Callable[[socket.socket], Awaitable[None]]
 
@@ -55,22 +53,20 @@ def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
     Only root can inspect other users' processes; without root only the owner is returned, if the system
     reports it.
     """
+    pids = []
     try:
-        held = [
-            connection
-            for connection in psutil.net_connections("tcp")
-            if connection.laddr[1:] == (port,)
-        ]
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr[1:] == (port,):
+                # A listening process is the holder, rather than one with an accepted connection.
+                listens = connection.status == psutil.CONN_LISTEN
+                pids.append((not listens, connection.pid or 0))
     except (psutil.Error, OSError):  # macOS shows only the user's own
         return _UNKNOWN
-    if not held:
+    if not pids:
         return None
-    # A listening process is the holder, rather than one with an accepted connection.
-    held.sort(
-        key=lambda connection: (connection.status != psutil.CONN_LISTEN, connection.pid is None)
-    )
-    if held[0].pid is not None:
-        return _process_text(held[0].pid)
+    _, pid = min(pids)
+    if pid:
+        return _process_text(pid)
     owner = _owner(port, proc_root)
     return f"a program of user {owner}" if owner else _UNKNOWN
 
@@ -78,17 +74,14 @@ def holder_of(port: int, *, proc_root: Path = PROC) -> str | None:
 def _process_text(pid: int) -> str:
     try:
         process = psutil.Process(pid)
-        with process.oneshot():
-            command = _shortened(printable(process.cmdline() or [process.name()]))
-            return f"{command} (pid {pid}, user {process.username()})"
+        command = printable(process.cmdline() or [process.name()])
+        if len(command) > _COMMAND_SHOWN:
+            # The program is at one end, its arguments at the other.
+            half = _COMMAND_SHOWN // 2
+            command = f"{command[:half]} … {command[-half:]}"
+        return f"{command} (pid {pid}, user {process.username()})"
     except (psutil.Error, OSError):
         return f"pid {pid}"
-
-
-def _shortened(command: str) -> str:
-    """Cut the middle out of a long command: the program is at one end, its arguments at the other."""
-    half = _COMMAND_SHOWN // 2
-    return command if len(command) <= 2 * half else f"{command[:half]} … {command[-half:]}"
 
 
 def _owner(port: int, proc_root: Path) -> str | None:
@@ -112,13 +105,8 @@ class OpenPort:
 
     def __init__(self, sockets: dict[protocol.Address, socket.socket]) -> None:
         self._sockets = sockets
-        self._answering: list[asyncio.Task[None]] = []
-        self._callers: set[asyncio.Task[None]] = set()
-
-    @property
-    def port(self) -> int:
-        """The port, the same at all addresses."""
-        return _port_of(next(iter(self._sockets.values())))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = _port_of(next(iter(sockets.values())))  # the same at all addresses
 
     @property
     def addresses(self) -> tuple[protocol.Address, ...]:
@@ -132,24 +120,21 @@ class OpenPort:
         """
         for sock in self._sockets.values():
             sock.setblocking(False)
-            self._answering.append(asyncio.create_task(self._accept(sock, nonce, then)))
+            self._tasks.add(asyncio.create_task(self._accept(sock, nonce, then)))
 
     async def keep(self, address: str) -> socket.socket:
         """Stop answering, close all sockets but the one at this address, and return that one."""
-        wanted = next(
-            (candidate for candidate in self._sockets if candidate.address == address), None
-        )
-        if wanted is None:
-            raise ValueError(f"{address} is not one of the opened addresses")
-        chosen = self._sockets.pop(wanted)
-        await self.close()
-        chosen.setblocking(True)
-        return chosen
+        for candidate in self._sockets:
+            if candidate.address == address:
+                chosen = self._sockets.pop(candidate)
+                await self.close()
+                chosen.setblocking(True)
+                return chosen
+        raise ValueError(f"{address} is not one of the opened addresses")
 
     async def close(self) -> None:
         """Stop answering and close all sockets."""
-        tasks = [*self._answering, *self._callers]
-        self._answering, self._callers = [], set()
+        tasks, self._tasks = self._tasks, set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -158,35 +143,27 @@ class OpenPort:
         self._sockets = {}
 
     async def _accept(self, sock: socket.socket, nonce: str, then: Conversation | None) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(sock)
+                connection, _ = await asyncio.get_running_loop().sock_accept(sock)
             except OSError:  # too many open files, or the caller has disconnected
                 await asyncio.sleep(0.05)
                 continue
             caller = asyncio.create_task(_talk(connection, nonce, then))
-            self._callers.add(caller)
-            caller.add_done_callback(functools.partial(self._gone, connection))
-            # If callers queue up, accept does not block; let other tasks run.
-            await asyncio.sleep(0)
-            if len(self._callers) >= MOST_CALLERS:
-                await asyncio.wait(self._callers, return_when=asyncio.FIRST_COMPLETED)
-
-    def _gone(self, connection: socket.socket, caller: asyncio.Task[None]) -> None:
-        self._callers.discard(caller)
-        connection.close()  # also if the task was cancelled before it started
+            self._tasks.add(caller)
+            caller.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)  # let it begin: if callers queue up, accept does not wait
 
 
 async def _talk(connection: socket.socket, nonce: str, then: Conversation | None) -> None:
     loop = asyncio.get_running_loop()
     wanted = request_line(nonce)
     request = b""
-    with contextlib.suppress(OSError, TimeoutError):
+    with connection, contextlib.suppress(OSError, TimeoutError):
         connection.setblocking(False)
         async with asyncio.timeout(PATIENCE_S):
-            while b"\n" not in request and len(request) < REQUEST_LIMIT_BYTES:
-                piece = await loop.sock_recv(connection, REQUEST_LIMIT_BYTES)
+            while len(request) < len(wanted):
+                piece = await loop.sock_recv(connection, 2 * len(wanted))
                 if not piece:
                     return
                 request += piece
@@ -207,91 +184,63 @@ def open_port(
     """
     known = network_interfaces.read_interfaces() if interfaces is None else interfaces
     where, about = _where(address, known)
-    if port:
-        sockets = _bind_all(where, _checked(port))
-        if sockets is None:
-            raise _port_taken(port)
-        return Decision(value=OpenPort(sockets), reason=f"port {port}, as requested{about}")
     # With port 0 the first address gets a free port; it may be in use at another address.
     candidates = [0] * _TRIES
-    if port is None:
+    if port:
+        candidates = [port]
+    elif port is None:
         candidates = [*range(USUAL_PORT, LAST_USUAL_PORT + 1), *candidates]
     for candidate in candidates:
         sockets = _bind_all(where, candidate)
-        if sockets is not None:
-            opened = OpenPort(sockets)
-            reason = _reason_for(opened.port, is_usual_wanted=port is None)
-            return Decision(value=opened, reason=f"port {opened.port}{reason}{about}")
-    raise Impossible(
-        f"no port is free on all addresses: {', '.join(candidate.address for candidate in where)}",
-        why=f"{len(candidates)} ports were tried",
-        fix="stop some of the programs that use ports on this host (ss -ltnp)",
-    )
-
-
-def _reason_for(port: int, *, is_usual_wanted: bool) -> str:
-    if not is_usual_wanted:
-        return ": any free port was requested"
-    if port == USUAL_PORT:
-        return ", the default"
-    holder = holder_of(USUAL_PORT) or "a process that has just exited"
-    return f": the next free one, because {USUAL_PORT} is used by {holder}"
+        if sockets is None:
+            continue
+        opened = OpenPort(sockets)
+        reason = ""
+        if port is None and opened.port != USUAL_PORT:
+            holder = holder_of(USUAL_PORT) or "a process that has just exited"
+            reason = f": the next free one, because {USUAL_PORT} is used by {holder}"
+        return Decision(value=opened, reason=f"port {opened.port}{reason}{about}")
+    raise _port_taken(port or USUAL_PORT)
 
 
 def open_loopback(port: int | None) -> socket.socket:
     """Listen on loopback only; ``port`` None or 0 uses any free port."""
-    if not port:
-        return _bind(_LOOPBACK.address, 0)
-    try:
-        return _bind(_LOOPBACK.address, _checked(port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _port_taken(port) from None
-        raise _not_allowed(port, error) from None
+    sockets = _bind_all([_LOOPBACK], port or 0)
+    if sockets is None:
+        raise _port_taken(port or 0)
+    return sockets[_LOOPBACK]
 
 
 def _where(address: str | None, known: Sequence[Interface]) -> tuple[list[protocol.Address], str]:
+    """Return where to listen, and a note if that is not every address of this host."""
+    own = network_interfaces.interface_candidates(known)
     if address is None:
-        found = network_interfaces.interface_candidates(known)
-        if found:
-            return found, ""
+        if own:
+            return own, ""
         return [_LOOPBACK], "; only on 127.0.0.1, because this host has no other address"
-    named = _addresses_of(address.removeprefix("[").removesuffix("]"), known)
-    local = [candidate for candidate in named if network_interfaces.is_local(candidate, known)]
-    if not local:
-        raise _not_here(address, named, known)
-    chosen = [
-        protocol.Address(
-            address=candidate, interface=network_interfaces.interface_of(candidate, known) or "lo"
-        )
-        for candidate in local
-    ]
-    return chosen, f"; only on {address}, as requested"
-
-
-def _addresses_of(word: str, known: Sequence[Interface]) -> list[str]:
-    """Return the addresses of an address, an interface or a host name."""
-    with contextlib.suppress(ValueError):
-        return [str(ipaddress.ip_address(word))]
-    if any(candidate.name == word for candidate in known):
-        usable = network_interfaces.interface_candidates(known)
-        return [candidate.address for candidate in usable if candidate.interface == word]
-    return network_interfaces.resolve_host(word)
-
-
-def _not_here(address: str, named: Sequence[str], known: Sequence[Interface]) -> Impossible:
-    own = ", ".join(
-        f"{candidate.address} ({candidate.interface})"
-        for candidate in network_interfaces.interface_candidates(known)
-    )
-    why = f"it is not an address of {socket.gethostname()} that other hosts can reach"
-    if not named:
-        why = "the name does not resolve here"
-    return Impossible(
+    word = address.removeprefix("[").removesuffix("]")
+    chosen = [candidate for candidate in own if candidate.interface == word]
+    if not chosen:
+        for number in _addresses_of(word):
+            if network_interfaces.is_local(number, known):
+                interface = network_interfaces.interface_of(number, known) or "lo"
+                chosen.append(protocol.Address(address=number, interface=interface))
+    if chosen:
+        return chosen, f"; only on {address}, as requested"
+    listed = ", ".join(f"{candidate.address} ({candidate.interface})" for candidate in own)
+    raise Impossible(
         f"cannot listen on {address}",
-        why=f"{why}; this host has {own or 'only 127.0.0.1'}",
+        why=f"it is not an address, interface or name of {socket.gethostname()}; this host has "
+        f"{listed or 'only 127.0.0.1'}",
         fix="set one of these with --set launch.address=…, or omit it to use an address that all other hosts reach",
     )
+
+
+def _addresses_of(word: str) -> list[str]:
+    try:
+        return [str(ipaddress.ip_address(word))]
+    except ValueError:
+        return network_interfaces.resolve_host(word)
 
 
 def _bind_all(
@@ -311,8 +260,14 @@ def _bind_all(
                 continue
             sockets[candidate] = sock
             port = _port_of(sock)
-        if not sockets:
-            raise _not_allowed(port, trouble) from None
+        if trouble is not None and not sockets:
+            is_privileged = trouble.errno == errno.EACCES
+            why = f"{trouble.strerror}; ports below 1024 need root"
+            raise Impossible(
+                f"cannot listen on port {port}",
+                why=why if is_privileged else str(trouble.strerror),
+                fix=_FIX,
+            ) from None
         undo.pop_all()
         return sockets
 
@@ -326,7 +281,7 @@ def _bind(address: str, port: int) -> socket.socket:
         else:  # connections of an earlier run may linger; the listener still owns the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
-        sock.listen(BACKLOG)
+        sock.listen(_BACKLOG)
     except BaseException:
         sock.close()
         raise
@@ -337,30 +292,10 @@ def _port_of(sock: socket.socket) -> int:
     return int(sock.getsockname()[1])
 
 
-def _checked(port: int) -> int:
-    if not 0 < port < 2**16:
-        raise Impossible(
-            f"{port} is not a port",
-            why="ports are numbers from 1 to 65535",
-            fix=f"omit distributed.master_port to use {USUAL_PORT} or the next free port",
-        )
-    return port
-
-
 def _port_taken(port: int) -> Impossible:
     holder = holder_of(port)
     return Impossible(
-        f"port {port} was requested, but it is in use",
+        f"port {port} is in use",
         why=f"it is used by {holder}" if holder else "it was in use a moment ago",
-        fix="omit distributed.master_port to use the next free port, or stop that program",
-    )
-
-
-def _not_allowed(port: int, error: OSError | None) -> Impossible:
-    cause = error.strerror if error is not None else "no address"
-    forbidden = error is not None and error.errno == errno.EACCES
-    return Impossible(
-        f"cannot listen on port {port}",
-        why=f"{cause}; ports below 1024 need root" if forbidden else f"{cause}",
-        fix=f"omit distributed.master_port to use {USUAL_PORT} or the next free port",
+        fix=f"{_FIX}, or stop that program",
     )

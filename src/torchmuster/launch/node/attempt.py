@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from torchmuster.launch import protocol
 from torchmuster.launch.history import node_records
 from torchmuster.launch.history.script_metrics import RECORDED
+from torchmuster.launch.job import GRACE_VARIABLE
 from torchmuster.launch.node import failures, process_cleanup, stack_dump
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
-from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE
 from torchmuster.launch.node.ranks import NodeShare, RankExit, RankProcess, StoreProcess
 
 _BATCH_OUTPUT_S = 0.05
@@ -42,11 +42,11 @@ class RunningAttempt:
         send: Send,
         *,
         store: StoreProcess | None = None,
-        spare: Callable[[], Collection[int]] = tuple,
+        keep_sessions: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """``store`` is that of the ranks, on the first host; ``spare`` returns the sessions of processes that are not of this attempt."""
+        """``store`` is that of the ranks, on the first host; ``keep_sessions`` returns the sessions of processes that are not of this attempt."""
         self._share = share
-        self._spare = spare
+        self._keep_sessions = keep_sessions
         self._environment = environment
         self._send = send
         self._store = store
@@ -125,7 +125,7 @@ class RunningAttempt:
             process_cleanup.end_attempt,
             self._share.prepare.token,
             within_s=_KILL_WITHIN_S,
-            spare=self._spare(),
+            keep_sessions=self._keep_sessions(),
         )
         if not left:
             self.gone.set()

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from torchmuster import untrusted
-from torchmuster.errors import ExitCode
 from torchmuster.launch import protocol
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.node.ranks import RankProcess
@@ -33,27 +32,25 @@ def failures_of(
     hosts: int,
 ) -> list[protocol.Failure]:
     """Return the failures of these ranks; of many, only the earliest are complete."""
-    failures = [
-        _failure(rank, local_rank, records, memory, peaks) for local_rank, rank in enumerate(ranks)
-    ]
+    failures = [_failure(rank, records, memory, peaks) for rank in ranks]
     failed = [failure for failure in failures if failure is not None]
     complete = _COMPLETE if hosts <= _MANY_HOSTS else _COMPLETE_OF_MANY
     return _shorten_later(failed, complete)
 
 
 def _failure(
-    rank: RankProcess, local_rank: int, records: Path, memory: MemoryWatch, peaks: MemoryPeaks
+    rank: RankProcess, records: Path, memory: MemoryWatch, peaks: MemoryPeaks
 ) -> protocol.Failure | None:
     own = _own_record(records, rank.rank)
     if not own and (rank.exit is None or rank.exit.code == 0):
         return None
     at = own.get("at_unix_s") or (rank.exit.at_unix_s if rank.exit else time.time())
     code = rank.exit.code if rank.exit else 1
+    own_code = own.get("exit_code")
     return protocol.Failure(
         rank=rank.rank,
-        local_rank=local_rank,
-        # One that saved may have got a signal while it was exiting.
-        exit_code=int(ExitCode.SAVED) if own.get("exit_code") == ExitCode.SAVED else code,
+        # One that exited by itself may have got a signal meanwhile.
+        exit_code=own_code if isinstance(own_code, int) else code,
         ago_s=max(0.0, time.time() - float(at)),
         error=_text(own, "error"),
         what=_text(own, "what"),
@@ -61,7 +58,6 @@ def _failure(
         fix=_text(own, "fix"),
         traceback=_text(own, "traceback"),
         last_lines=rank.output.last_lines(),
-        peak_rss_bytes=peaks.of(rank.pid),
         evidence=memory.explain(rank.pid, code, peaks) if code else "",
     )
 

@@ -51,7 +51,7 @@ async def _serve(
             for words in filter(None, (error.what, error.why, error.fix)):
                 say(words)
             return ExitCode.SAVED if type(error) is MusterError else error.exit_code
-        if not isinstance(end, HostChannel):
+        if isinstance(end, int):
             return end
         say(f"connected to the launcher at {end.host}, as node rank {group.node_rank}")
         agent = NodeAgent(end)

@@ -1,9 +1,9 @@
 """The heartbeats of a host's ranks: each rank's own record, and process information from the system."""
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -12,16 +12,16 @@ from torchmuster import untrusted
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 
 GONE = "X"
-_PROC = Path("/proc")
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _LETTERS = {
     psutil.STATUS_RUNNING: "R",
     psutil.STATUS_SLEEPING: "S",
     psutil.STATUS_DISK_SLEEP: "D",
     psutil.STATUS_STOPPED: "T",
+    psutil.STATUS_TRACING_STOP: "t",
     psutil.STATUS_ZOMBIE: "Z",
+    psutil.STATUS_DEAD: GONE,
 }
+_CPU_TIMES = 4  # of psutil's: user and system, of the process and of its reaped children
 # After this long without progress, child processes may do the rank's work: compilers, data loaders.
 _STILL_S = 3.0
 _decode = msgspec.json.Decoder(Heartbeat).decode
@@ -29,51 +29,41 @@ _MOST_HEARTBEAT_BYTES = 64 * 1024
 _BYTES_AT_A_TIME = 256 * 1024
 
 
-class Stat:
-    """One process: state, parent, CPU time including reaped children, resident memory."""
+class Stat(NamedTuple):
+    """One process: its state, parent, CPU time including reaped children, and resident memory."""
 
-    __slots__ = ("cpu_s", "memory_bytes", "parent", "state")
-
-    def __init__(self, state: str, parent: int, cpu_s: float, memory_bytes: int) -> None:
-        self.state = state
-        self.parent = parent
-        self.cpu_s = cpu_s
-        self.memory_bytes = memory_bytes
+    state: str
+    parent: int
+    cpu_s: float
+    memory_bytes: int
 
 
 def look_at_process(pid: int) -> Stat | None:
     """Return the stat of a process; None if it is gone."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()
-        cpu_s = sum(map(int, fields[11:15])) / _TICKS
-        return Stat(fields[0], int(fields[1]), cpu_s, int(fields[21]) * _PAGE_BYTES)
-    except (OSError, ValueError, IndexError):
-        return None if _PROC.is_dir() else _stat_by_psutil(pid)
-
-
-def _stat_by_psutil(pid: int) -> Stat | None:
-    try:
         process = psutil.Process(pid)
-        times = process.cpu_times()
-        state = _LETTERS.get(process.status(), "")
-        memory_bytes = process.memory_info().rss
-        return Stat(state, process.ppid(), times.user + times.system, memory_bytes)
+        with process.oneshot():
+            state = _LETTERS.get(process.status(), "")
+            cpu_s = sum(process.cpu_times()[:_CPU_TIMES])
+            return Stat(state, process.ppid(), cpu_s, process.memory_info().rss)
     except (psutil.Error, OSError):
         return None
 
 
 def children_stats(pids: Iterable[int]) -> dict[int, float]:
     """Return the CPU time of the running descendants of each process."""
-    stats = {pid: stat for pid in psutil.pids() if (stat := look_at_process(pid)) is not None}
     below = dict.fromkeys(pids, 0.0)
-    for pid, stat in stats.items():
-        above: int | None = stat.parent
-        while above and pid not in below:
-            if above in below:
-                below[above] += stat.cpu_s
-                break
-            above = stats[above].parent if above in stats else None
+    parents: dict[int, int] = {}
+    used_s: dict[int, float] = {}
+    for process in psutil.process_iter(["ppid", "cpu_times"]):
+        parents[process.pid] = process.info["ppid"] or 0
+        used_s[process.pid] = sum((process.info["cpu_times"] or ())[:_CPU_TIMES])
+    for pid in used_s.keys() - below.keys():
+        above = parents[pid]
+        while above and above not in below:
+            above = parents.get(above, 0)
+        if above:
+            below[above] += used_s[pid]
     return below
 
 

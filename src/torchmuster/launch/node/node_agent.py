@@ -17,11 +17,11 @@ import msgspec
 
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch import fingerprint, protocol
+from torchmuster.launch.job import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.network import interfaces, listening, reach
 from torchmuster.launch.node import device_lease, output, process_cleanup, supervisor
 from torchmuster.launch.node.attempt import RunningAttempt
 from torchmuster.launch.node.connection import AgentConnection
-from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, USUAL_GRACE_S
 from torchmuster.launch.node.ranks import NodeShare, StoreProcess, host_environment
 from torchmuster.launch.node.sidecar import Sidecar
 from torchmuster.redaction import printable
@@ -50,19 +50,19 @@ class NodeAgent:
 
     def __init__(
         self,
-        end: AgentConnection,
+        connection: AgentConnection,
         *,
         system: str = sys.platform,
         folder: Path | None = None,
         tell: Callable[[str], None] | None = None,
         is_local: bool = False,
     ) -> None:
-        """Serve ``end``; with ``folder``, the script runs there and not in the launcher's folder.
+        """Serve ``connection``; with ``folder``, the script runs there and not in the launcher's folder.
 
         ``tell`` prints to this node agent's own terminal, if it has one. With ``is_local``, the launcher is on this host: the pipe closes when
         it exits, so that silence only shows that it is busy.
         """
-        self._end = end
+        self._connection = connection
         self._system = system
         self._own_folder = folder
         self._tell = tell or (lambda _: None)
@@ -151,7 +151,7 @@ class NodeAgent:
     async def _serve(self, over: "asyncio.Future[int]") -> None:
         while True:
             try:
-                message = await self._end.receive()
+                message = await self._connection.receive()
             except Exception as error:  # ``UnreadableMessage``, and any other decoding error
                 self._give_up(over, f"cannot decode the launcher's message: {error}")
                 return
@@ -181,8 +181,8 @@ class NodeAgent:
                 case protocol.Signal():
                     self._do(self._pass_on(message))
                 case protocol.DumpStacks():
-                    self._do(self._examine(message))
-                case protocol.StartSidecar():
+                    self._do(self._dump_stacks(message))
+                case protocol.Relay() if message.program:
                     self._do(self._start_sidecar(message))
                 case protocol.Relay() if self._sidecar is not None:
                     self._sidecar.pass_on(message.text)
@@ -192,11 +192,11 @@ class NodeAgent:
             try:
                 await work
             except MusterError as error:
-                await self._send(protocol.Refused(trouble=trouble_of(error)))
+                await self._send(protocol.Done(trouble=trouble_of(error)))
             except Exception as error:  # every error must reach the launcher
                 words = f"{type(error).__name__}: {error}"
                 unexpected = MusterError(f"the node agent failed: {words}")
-                await self._send(protocol.Refused(trouble=trouble_of(unexpected)))
+                await self._send(protocol.Done(trouble=trouble_of(unexpected)))
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
@@ -281,7 +281,7 @@ class NodeAgent:
         async with self._turn:
             self._attempt = message.attempt
             await self._start_running(message)
-        await self._send(protocol.Done(request="start"))
+        await self._send(protocol.Done())
 
     async def _start_running(self, message: protocol.Start) -> None:
         assert self._job is not None
@@ -308,7 +308,7 @@ class NodeAgent:
             environment |= interfaces.socket_variables(message.interface, environment)
         await self._serve_store(listener, message.address, environment, share)
         running = RunningAttempt(
-            share, environment, self._send, store=self._store, spare=self._other_sessions
+            share, environment, self._send, store=self._store, keep_sessions=self._other_sessions
         )
         await running.start()
         self._running = running
@@ -347,7 +347,7 @@ class NodeAgent:
                 process_cleanup.end_attempt,
                 token,
                 within_s=_GONE_WITHIN_S,
-                spare=self._other_sessions(),
+                keep_sessions=self._other_sessions(),
             )
             words = f"the node agent failed: {type(error).__name__}: {error}"
             ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
@@ -370,16 +370,16 @@ class NodeAgent:
         if self._running is not None:
             self._running.pass_on(message.name)
 
-    async def _examine(self, message: protocol.DumpStacks) -> None:
+    async def _dump_stacks(self, message: protocol.DumpStacks) -> None:
         if self._running is not None:
             await self._running.examine(message)
-        await self._send(protocol.Done(request="dump-stacks"))
+        await self._send(protocol.Done(dumped_stacks=True))
 
-    async def _start_sidecar(self, message: protocol.StartSidecar) -> None:
+    async def _start_sidecar(self, message: protocol.Relay) -> None:
         if self._sidecar is not None:
             await self._sidecar.end()
         self._sidecar = await Sidecar.begin(message, self._send)
-        await self._send(protocol.Done(request="start-sidecar"))
+        await self._send(protocol.Done())
 
     async def _say_alive(self) -> None:
         while True:
@@ -389,7 +389,7 @@ class NodeAgent:
 
     async def _send(self, message: protocol.FromAgent) -> None:
         self._sent_s = time.monotonic()
-        await self._end.send(message)
+        await self._connection.send(message)
 
     async def _notice_silence(self, over: "asyncio.Future[int]") -> None:
         while True:
@@ -427,7 +427,7 @@ class NodeAgent:
         if self._job is not None:
             self._job.holding.release()
         shutil.rmtree(self._folder, ignore_errors=True)
-        await self._end.close()
+        await self._connection.close()
 
 
 def folder_of_node() -> Path:

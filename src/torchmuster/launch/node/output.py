@@ -28,11 +28,11 @@ _PROGRESS_EVERY_S = 2.0
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")  # it comes from the launcher
 
 
-class RankOutput:
+class RankLog:
     """Reads one rank's output in a thread."""
 
     def __init__(self, rank: int, log: Path, *, limit_bytes: int = 2**30) -> None:
-        """``limit_bytes`` bounds the log: of a larger one, the beginning and the end are kept."""
+        """``limit_bytes`` bounds the log; a larger log keeps only its beginning and its end."""
         self.rank = rank
         self.log = log
         self.ended = threading.Event()

@@ -17,21 +17,19 @@ import psutil
 from torchmuster.launch.node import supervisor
 
 TOKEN_VARIABLE = "TORCHMUSTER_RUN_TOKEN"  # noqa: S105  # a variable's name
-# How long ranks that are asked to stop may take; torch's elastic agent reads this variable too.
-GRACE_VARIABLE, USUAL_GRACE_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"
 _LOOK_AGAIN_S = 0.02
 
 
-def end_attempt(token: str, *, within_s: float, spare: Collection[int] = ()) -> list[int]:
+def end_attempt(token: str, *, within_s: float, keep_sessions: Collection[int] = ()) -> list[int]:
     """Kill what the ranks of an attempt have left; return the processes that are still alive after ``within_s``.
 
-    Processes in the node agent's own session are its helpers, and those in the sessions ``spare`` belong to others.
+    Processes in the node agent's own session are its helpers, and those in the sessions ``keep_sessions`` belong to others.
     """
     if sys.platform != "linux":
         return [process.pid for process in kill_processes(token, within_s=within_s)]
     deadline_s = time.monotonic() + within_s
     while True:
-        left = [process.pid for process in _below(spare) if process.state != "Z"]
+        left = [process.pid for process in _below(keep_sessions) if process.state != "Z"]
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -52,8 +50,8 @@ def reap_orphans() -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def _below(spare: Collection[int]) -> list[supervisor.Process]:
-    own = {os.getsid(0), *spare}
+def _below(keep_sessions: Collection[int]) -> list[supervisor.Process]:
+    own = {os.getsid(0), *keep_sessions}
     return [
         process for process in supervisor.descendants(os.getpid()) if process.session not in own
     ]

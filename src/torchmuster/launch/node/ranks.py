@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.launch import protocol
-from torchmuster.launch.node.output import RankOutput
-from torchmuster.launch.node.process_cleanup import GRACE_VARIABLE, TOKEN_VARIABLE, USUAL_GRACE_S
+from torchmuster.launch.job import GRACE_VARIABLE, USUAL_GRACE_S
+from torchmuster.launch.node.output import RankLog
+from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 
 _RANK_PROGRAM = Path(__file__).parents[1] / "rank" / "start.py"
 _STORE_PROGRAM = Path(__file__).with_name("store.py")
@@ -57,7 +58,6 @@ class NodeShare:
 class RankExit:
     """How a rank's process exited: its exit code (negative: a signal), and when."""
 
-    pid: int
     code: int
     at_unix_s: float
 
@@ -133,7 +133,7 @@ def rank_environment(share: NodeShare, local_rank: int) -> dict[str, str]:
 class RankProcess:
     """One rank, its output and its exit."""
 
-    def __init__(self, rank: int, process: asyncio.subprocess.Process, output: RankOutput) -> None:
+    def __init__(self, rank: int, process: asyncio.subprocess.Process, output: RankLog) -> None:
         self.rank = rank
         self.output = output
         self.exit: RankExit | None = None
@@ -145,7 +145,7 @@ class RankProcess:
     ) -> "RankProcess":
         """Start a rank; its output goes into a pipe that is read until the last process closes it."""
         rank = share.start.first_rank + local_rank
-        output = RankOutput(rank, share.logs / f"rank-{rank}.log")
+        output = RankLog(rank, share.logs / f"rank-{rank}.log")
         reading, writing = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -178,7 +178,7 @@ class RankProcess:
     async def wait(self) -> RankExit:
         """Wait until the process exits; its children may keep its output open for longer."""
         code = await self._process.wait()
-        self.exit = RankExit(pid=self.pid, code=code, at_unix_s=time.time())
+        self.exit = RankExit(code=code, at_unix_s=time.time())
         return self.exit
 
     def send_signal(self, number: int) -> None:

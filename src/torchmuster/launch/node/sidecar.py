@@ -42,7 +42,7 @@ class Sidecar:
         self._telling = asyncio.create_task(self._tell())
 
     @classmethod
-    async def begin(cls, message: protocol.StartSidecar, send: Send) -> "Sidecar":
+    async def begin(cls, message: protocol.Relay, send: Send) -> "Sidecar":
         """Start the program; raises ``Impossible`` if it is not ours."""
         if not _OURS.fullmatch(message.program):
             raise Impossible(

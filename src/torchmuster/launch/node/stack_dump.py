@@ -16,7 +16,6 @@ _SIGNAL_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.1
 _LONGEST_STACKS = 200_000
 _LONGEST_FLIGHT = 1_500_000
-_THREADS_SHOWN = 200
 
 
 async def dump_stacks(records: Path, ranks: Sequence[RankProcess]) -> Iterator[protocol.Output]:
@@ -72,21 +71,13 @@ def _without_python(records: Path, rank: RankProcess) -> str:
 
 
 def of_this_system(pid: int) -> str:
-    """Return the system's information on a process and its threads: state and wait channel."""
+    """Return the system's information on a process: its state, and where it waits in the kernel."""
     stat = heartbeats.look_at_process(pid)
     if stat is None:
         return "its process is gone"
-    lines = [f"process state: {stat.state}"]
-    with contextlib.suppress(OSError):
-        for task in sorted(Path(f"/proc/{pid}/task").iterdir())[:_THREADS_SHOWN]:
-            channel = _read(task / "wchan").strip()
-            if channel in ("", "0"):
-                channel = "-"
-            lines.append(f"thread {task.name} {_read(task / 'comm').strip()}: in {channel}")
     kernel = _read(Path(f"/proc/{pid}/stack")).strip()  # only root may read it
-    if kernel:
-        lines.append(f"in the kernel:\n{kernel}")
-    return "\n".join(lines)
+    waits_in = kernel or _read(Path(f"/proc/{pid}/wchan"))
+    return f"process state: {stat.state}\nin the kernel: {waits_in}"
 
 
 def _signal(rank: RankProcess) -> bool:

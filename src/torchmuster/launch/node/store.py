@@ -34,6 +34,7 @@ def main() -> None:
     if sys.platform == "linux":
         import ctypes
 
+        # As in supervisor.py: this file runs by its path, without torchmuster.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     import torch.distributed  # noqa: F401  before the first store is wanted
 

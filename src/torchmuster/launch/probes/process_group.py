@@ -32,20 +32,10 @@ _CLOSE_WITHIN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOffer:
-    """What one rank offers to the others: its backend, and the reason."""
+    """A backend, and why: of one rank, or of all of them after they agreed."""
 
     backend: str
-    reason: str
-    rank: int
-    host: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackendAgreement:
-    """The backend of all ranks, and why it differs from their offers."""
-
-    backend: str
-    why: str = ""
+    why: str
 
 
 def rendezvous_store(member: Membership, timeout: timedelta, earlier_groups: int) -> Store:
@@ -101,7 +91,7 @@ def _open_port(member: Membership) -> socket.socket:
 
 def agree_on_backend(
     store: Store, member: Membership, offer: BackendOffer, timeout: timedelta
-) -> BackendAgreement:
+) -> BackendOffer:
     """Let rank 0 compare all ranks' offers and publish the result.
 
     Each rank except the first writes and reads one key, however many ranks there are. A launcher that
@@ -112,27 +102,24 @@ def agree_on_backend(
     if member.rank == 0:
         keys = [f"offer/{rank}" for rank in range(member.world_size)]
         _wait_for_all(store, keys, timeout)
-        offers = [BackendOffer(**json.loads(text)) for text in store.multi_get(keys)]
-        agreement = compare_offers(offers)
-        store.set("verdict", json.dumps(vars(agreement)))
-        return agreement
+        agreed = compare_offers(
+            [BackendOffer(**json.loads(text)) for text in store.multi_get(keys)]
+        )
+        store.set("verdict", json.dumps(vars(agreed)))
+        return agreed
     store.wait(["verdict"], timeout)
-    return BackendAgreement(**json.loads(store.get("verdict")))
+    return BackendOffer(**json.loads(store.get("verdict")))
 
 
-def compare_offers(offers: list[BackendOffer]) -> BackendAgreement:
+def compare_offers(offers: list[BackendOffer]) -> BackendOffer:
     """Return a GPU backend only if every rank can use it."""
-    first = offers[0]
-    different = [offer for offer in offers if offer.backend != first.backend]
-    if not different:
-        return BackendAgreement(backend=first.backend)
-    for offer in (first, *different):
+    backends = sorted({offer.backend for offer in offers})
+    if len(backends) == 1:
+        return offers[0]
+    for offer in offers:
         if offer.backend == "gloo":
-            why = f"rank {offer.rank} on {offer.host}: {offer.reason}"
-            return BackendAgreement(backend="gloo", why=why)
-    other = different[0]
-    why = f"rank {first.rank} has {first.backend}, rank {other.rank} has {other.backend}"
-    return BackendAgreement(backend="gloo", why=why)
+            return offer
+    return BackendOffer(backend="gloo", why=f"the ranks have {' and '.join(backends)}")
 
 
 def _wait_for_all(store: Store, keys: list[str], timeout: timedelta) -> None:
@@ -339,14 +326,13 @@ def _agree(
     if member.world_size == 1:
         return own.value, ""
     choice = own.value
-    offer = BackendOffer(
-        backend=choice.backend, reason=own.reason, rank=member.rank, host=platform.node()
-    )
-    agreement = agree_on_backend(store, member, offer, timeout)
-    if agreement.backend == choice.backend:
+    why = f"rank {member.rank} on {platform.node()}: {own.reason}"
+    offer = BackendOffer(backend=choice.backend, why=why)
+    agreed = agree_on_backend(store, member, offer, timeout)
+    if agreed.backend == choice.backend:
         return choice, ""
     instead = membership.without_library(choice.device, choice.index)
-    return instead, f"gloo instead of {choice.backend} on all ranks: {agreement.why}"
+    return instead, f"gloo instead of {choice.backend} on all ranks: {agreed.why}"
 
 
 def gpu_uuid(index: int) -> str | None:

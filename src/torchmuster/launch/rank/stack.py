@@ -53,6 +53,7 @@ _MODULES = f"{_TORCH}nn{os.sep}modules"
 _OPTIMIZER = f"{_TORCH}optim{os.sep}optimizer.py"
 _CHECKPOINT = f"{_DISTRIBUTED}{os.sep}checkpoint"
 _CHECKPOINTER = str(Path("train", "checkpointing", "checkpointer.py"))  # our own saves
+_IMPORT_SYSTEM = "<frozen importlib"
 _CALLED = re.compile(r"([\w.]+)\s*\(")
 _IMPORTED = re.compile(r"(?:from|import)\s+([\w.]+(?:, *[\w.]+)*)")
 
@@ -102,7 +103,11 @@ def read_stack(frames: Sequence[StackFrame], call_in: Callable[[int], str]) -> T
     if own is not None:
         place = _place(frames[own])
         doing = doing or call_in(own)
-    phase = next(filter(None, map(_phase_of, frames)), "")
+    phase = ""
+    for index, frame in enumerate(frames):
+        phase = phase or _phase_of(frame)
+        if frame.file.startswith(_IMPORT_SYSTEM) and (own is None or index < own):
+            phase = ""  # the frames so far set up a module that is being imported
     return ThreadReading(place=place, doing=doing, phase=phase, waiting=waiting)
 
 

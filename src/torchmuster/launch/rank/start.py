@@ -35,6 +35,7 @@ _RECORDED = "_torchmuster_recorded"
 _handled_errors = 0  # by the script; a new error raised from a handled one has its own time
 
 
+# A copy of node/supervisor.py's: this file runs by its path, with the standard library only.
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when ``parent`` exits (Linux; elsewhere the supervisor cleans up)."""
     if sys.platform == "linux":
@@ -188,17 +189,14 @@ def _describe(error: BaseException) -> dict[str, object]:
             "traceback": "".join(traceback.format_exception(error))[-16000:],
             **_what_why_fix(error),
         }
-    record: dict[str, object] = {
-        "error": f"the script exited with: {error.code}",
-        "traceback": "",
-    }
+    record: dict[str, object] = {"error": str(error.code), "traceback": "", "exit_code": 1}
+    if isinstance(error.code, int):
+        record |= {"error": "", "exit_code": int(error.code)}
     handled = error.__context__
     if handled is not None and str(handled) == error.code:  # sys.exit(str(error)) in an except
         record |= _what_why_fix(handled)
     else:
         record |= _what_why_fix(error)
-    if isinstance(error.code, int):
-        record["exit_code"] = error.code
     return record
 
 

@@ -27,6 +27,7 @@ from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive, Channel, Transport
 from torchmuster.launch.transports.join.code import encode_code
+from torchmuster.launch.transports.join.stream import MessageChannel
 from torchmuster.launch.transports.join.transport import JoinedChannel, JoinTransport
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
@@ -114,8 +115,9 @@ class SrunChannel:
 
     def why_closed(self) -> str:
         """Return the last output of srun and the node agent if it has exited, or the error of the connection."""
-        output = self._step.last_output(self._place) if self._step.has_ended(self._place) else ""
-        return output or self._channel.why_closed()
+        if self._step.has_ended(self._place):
+            return self._step.last_output(self._place)
+        return self._channel.why_closed()
 
 
 class SrunTransport(Transport):
@@ -139,8 +141,6 @@ class SrunTransport(Transport):
         self._service: JoinTransport | None = None
         self._steps: list[SrunStep] = []
         self._step_of: dict[int, SrunStep] = {}
-        self._channels: dict[int, SrunChannel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def places(self) -> Sequence[str]:
@@ -157,7 +157,6 @@ class SrunTransport(Transport):
     async def reopen(self, place: int) -> None:
         """Start the node agent of one node again, in a separate step."""
         assert self._service is not None
-        self._channels.pop(place, None)
         await self._service.reopen(place)
         await self._start([place], srun_command(self._allocation, self._agent, place))
 
@@ -179,28 +178,18 @@ class SrunTransport(Transport):
 
     def _arrived(self, place: int, channel: Channel) -> None:
         assert self._arrive is not None
-        assert isinstance(channel, JoinedChannel)
+        assert isinstance(channel, MessageChannel)
         step = self._step_of[place]
         step.joined(place)
-        self._channels[place] = SrunChannel(channel, step, place)
-        self._arrive(place, self._channels[place])
+        self._arrive(place, SrunChannel(channel, step, place))
 
     async def _start(self, places: Iterable[int], command: Sequence[str]) -> None:
         assert self._service is not None
-        step = SrunStep(tuple(places), self.places, lambda place: self._ended(step, place))
+        step = SrunStep(tuple(places), self.places)
         self._steps.append(step)
         self._step_of.update(dict.fromkeys(step.places, step))
         line = f"{encode_code(self._service.code)}\n".encode()
         await step.start(command, self._environment, line)
-
-    def _ended(self, step: SrunStep, place: int) -> None:
-        """Close the connection to a node agent that has exited: its host may be gone."""
-        if self._step_of[place] is not step:  # it was started again since
-            return
-        if (channel := self._channels.pop(place, None)) is not None:
-            task = asyncio.ensure_future(channel.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
 
     def waiting_for(self, place: int) -> str:
         """Return what srun is doing."""
@@ -229,7 +218,6 @@ class SrunTransport(Transport):
         await asyncio.gather(*(step.close(self._patience_s) for step in self._steps))
         if self._service is not None:
             await self._service.close()
-        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 def _allowed_ports(ask: jobs.Ask = jobs.run_slurm_command) -> list[int]:

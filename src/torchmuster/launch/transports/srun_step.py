@@ -6,9 +6,7 @@ import re
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-
-from torchmuster.launch.schedulers.slurm.allocation import expand_hostlist
+from collections.abc import Mapping, Sequence
 
 _LABELLED = re.compile(r" *(\d+): (.*)")
 # srun: error: node2: task 1: Killed
@@ -21,20 +19,14 @@ _LAST_WORDS_S = 0.5
 
 
 class SrunStep:
-    """One srun and the node agents that it started; its task *n* is at ``places[n]``.
+    """One srun and the node agents that it started; its task *n* is at ``places[n]``."""
 
-    ``on_end`` is called for each place whose task has exited.
-    """
-
-    def __init__(
-        self, places: Sequence[int], nodes: Sequence[str], on_end: Callable[[int], None]
-    ) -> None:
+    def __init__(self, places: Sequence[int], nodes: Sequence[str]) -> None:
         self.places = tuple(places)
         self._nodes = nodes
-        self._on_end = on_end
         self._joined: set[int] = set()
         self._ended: dict[int, str] = {}  # place -> how
-        self._reports: dict[int, asyncio.Event] = {}  # of the places that are waited for
+        self._reported = asyncio.Condition()
         self._output: dict[int, deque[str]] = {}  # place -> last lines of its output
         self._srun_output: deque[str] = deque(maxlen=_LINES_KEPT)
         self._process: Process | None = None
@@ -98,10 +90,10 @@ class SrunStep:
 
     async def reported(self, place: int, within_s: float) -> None:
         """Wait until srun has reported how the task of a place exited, if it does soon."""
-        if place not in self._ended:
-            event = self._reports.setdefault(place, asyncio.Event())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), within_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._reported:
+                await self._reported.wait_for(lambda: place in self._ended)
+        await asyncio.sleep(_LAST_WORDS_S)
 
     def last_output(self, place: int) -> str:
         """Return the last output of the task of a place and of srun, or how the task exited."""
@@ -121,8 +113,7 @@ class SrunStep:
         await asyncio.gather(self._listen(process.stdout), self._listen(process.stderr))
         code = await process.wait()
         self.over = True
-        for place in self.places:
-            self._end(place, f"srun exited with code {code}")
+        await self._end(self.places, f"srun exited with code {code}")
 
     async def _listen(self, stream: asyncio.StreamReader) -> None:
         while line := await _line_of(stream):
@@ -133,22 +124,16 @@ class SrunStep:
                 self._output.setdefault(place, deque(maxlen=_LINES_KEPT)).append(labelled[2])
             elif _HARMLESS not in text:
                 self._srun_output.append(text)
-                if ended := _ENDED.match(text):
-                    self._note_ends(ended[1], ended[2])
+                ended = _ENDED.match(text)
+                if ended is not None:
+                    tasks = [task for task in _numbers(ended[1]) if task < len(self.places)]
+                    await self._end([self.places[task] for task in tasks], ended[2])
 
-    def _note_ends(self, tasks: str, how: str) -> None:
-        for task in _numbers(tasks):
-            if task < len(self.places):
-                later = asyncio.get_running_loop().call_later
-                later(_LAST_WORDS_S, self._end, self.places[task], how)
-
-    def _end(self, place: int, how: str) -> None:
-        if place in self._ended:
-            return
-        self._ended[place] = how
-        if (report := self._reports.get(place)) is not None:
-            report.set()
-        self._on_end(place)
+    async def _end(self, places: Sequence[int], how: str) -> None:
+        for place in places:
+            self._ended.setdefault(place, how)
+        async with self._reported:
+            self._reported.notify_all()
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:
@@ -162,6 +147,9 @@ async def _line_of(stream: asyncio.StreamReader) -> bytes:
 
 def _numbers(text: str) -> list[int]:
     """Parse srun's list of tasks: ``1,4-6``."""
-    with contextlib.suppress(ValueError):
-        return [int(name) for name in expand_hostlist(f"[{text}]")]
-    return []
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers

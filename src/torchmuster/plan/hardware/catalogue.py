@@ -97,16 +97,16 @@ def _known(entry: Mapping[str, Any], link: Mapping[str, Any]) -> KnownGpu:
     )
 
 
-def known_gpus() -> list[str]:
-    """Return all GPUs by the names used in messages."""
-    return [known.card.name for known in all_known()]
-
-
 def known_gpu(name: str) -> KnownGpu:
-    """Return a GPU with its usual machine; raise if the name is unknown or ambiguous."""
+    """Return a GPU with its usual machine; raise if the name is unknown."""
     known = find_gpu(name)
     if known is None:
-        raise _unknown(name)
+        names = ", ".join(known.card.name for known in all_known())
+        raise Impossible(
+            f"{name} is not in the GPU catalogue",
+            why=f"the catalogue has: {names}",
+            fix="use one of these, or run muster plan on a machine that has it: --hardware here",
+        )
     return known
 
 
@@ -130,11 +130,3 @@ def _parts_of(name: str) -> frozenset[str]:
     text = re.sub(r"\b(rtx|gtx)?(\d{4})ti\b", r"\2 ti", text)
     text = re.sub(r"\brtx(\d{4})\b", r"\1", text)
     return frozenset(text.split()) - _MAKERS - _FORMS
-
-
-def _unknown(name: str) -> Impossible:
-    return Impossible(
-        f"{name} is not in the GPU catalogue",
-        why=f"the catalogue has: {', '.join(known_gpus())}",
-        fix="use one of these, or run muster plan on a machine that has it: --hardware here",
-    )

@@ -1,15 +1,14 @@
 """This machine as hardware: from device drivers and the catalogue."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from torchmuster.config.settings import Settings
 from torchmuster.devices import snapshot
 from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, DeviceKind, LinkKind, Node
-from torchmuster.devices.request import DeviceRequest, GpuId
+from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.plan.hardware import catalogue
@@ -21,22 +20,13 @@ _PCIE_BYTES_S = 16e9  # PCIe 3 x16
 _CAPABILITIES = {"bfloat16": (8, 0), "float16": (7, 0), "float32": (0, 0)}
 
 
-def hardware_from_settings(
-    settings: Settings,
-    *,
-    ranks: int | None = None,
-    device: Literal["auto", "gpu", "cpu"] = "auto",
-    node: Node | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Hardware:
+def hardware_here(settings: Settings, *, ranks: int | None = None) -> Hardware:
     """Return this machine as a run with these settings and ranks would use it."""
-    node = node or snapshot.take_snapshot()
-    environment = os.environ if environment is None else environment
-    wanted = settings.distributed
-    if device == "cpu" or (device == "auto" and settings.model.device_map == "cpu"):
+    node, wanted = snapshot.take_snapshot(), settings.distributed
+    if settings.model.device_map == "cpu":
         return _on_cpu(node, ranks if ranks and wanted.enabled else 1)
-    seen = visible(node.accelerators, environment).devices
-    if not seen and not wanted.gpu_ids and (device == "gpu" or (wanted.num_gpus and not ranks)):
+    seen = visible(node.accelerators, os.environ).devices
+    if not seen and not wanted.gpu_ids and wanted.num_gpus and not ranks:
         raise Impossible(
             "cannot plan for GPUs of this machine",
             why="no GPU is visible here",
@@ -49,25 +39,12 @@ def hardware_from_settings(
             fix="give only one of the two",
         )
     count = ranks or wanted.num_gpus if wanted.enabled else 1
-    return hardware_here(ranks=count, ids=wanted.gpu_ids, node=node, environment=environment)
-
-
-def hardware_here(
-    *,
-    ranks: int | None = None,
-    ids: Sequence[GpuId] | None = None,
-    node: Node | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Hardware:
-    """Return the visible hardware: accelerators, or the CPU shared by ``ranks`` (default: 1)."""
-    node = node or snapshot.take_snapshot()
-    environment = os.environ if environment is None else environment
-    if not ids and not visible(node.accelerators, environment).devices:
-        return _on_cpu(node, ranks or 1)
-    request = DeviceRequest(ids=None if ids is None else tuple(ids), count=ranks)
-    devices = device_candidates(node, request, environment)
-    _refuse_too_few(node, devices, ranks)
-    return _on_cards(node, devices[:ranks])
+    if not wanted.gpu_ids and not seen:
+        return _on_cpu(node, count or 1)
+    ids = None if wanted.gpu_ids is None else tuple(wanted.gpu_ids)
+    devices = device_candidates(node, DeviceRequest(ids=ids, count=count), os.environ)
+    _refuse_too_few(node, devices, count)
+    return _on_cards(node, devices[:count])
 
 
 def _on_cpu(node: Node, ranks: int) -> Hardware:

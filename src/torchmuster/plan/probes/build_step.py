@@ -32,8 +32,7 @@ from torchmuster.train.models.meta_init import build_for, build_on_meta
 from torchmuster.train.precision import PRECISIONS, Precision
 from torchmuster.train.step import StepResult, TrainStep
 from torchmuster.train.strategies import choose as strategies
-from torchmuster.train.strategies.sharding import Sharding
-from torchmuster.train.strategies.strategy import Strategy
+from torchmuster.train.strategies.sharding import Kind, Sharding
 from torchmuster.train.world import World
 
 # Arbitrary values: the plan does not depend on them.
@@ -100,11 +99,9 @@ class WholeModel(NamedTuple):
 class BuiltStep:
     """A training run whose steps can be run one by one."""
 
-    work: Work
     candidate: Candidate
     world: World
     model: nn.Module  # wrapped by the strategy
-    strategy: Strategy
     optimizer: torch.optim.Optimizer
     update: TrainStep
     loss: losses.Loss
@@ -161,86 +158,73 @@ def build_step(
 
 
 def _build(work: Work, candidate: Candidate, world: World, blocks: int | None) -> BuiltStep:
+    recipe = _recipe(work)
     with values_matter(world):
-        model, whole = _model(work, candidate, world, blocks)
-        sample = _sample_of(work, model)
-    recompute = candidate.recompute
-    if isinstance(recompute, int):
-        recompute_blocks(model, every=recompute)
-    elif recompute != "none":
-        recompute_blocks(model, recompute)
+        model, whole = _model(work, recipe, candidate, world, blocks)
+        sample = _sample_of(work, recipe, model)
+    if candidate.recompute != "none":
+        recompute_blocks(model, candidate.recompute)
     precision = PRECISIONS[candidate.precision]
     strategy = strategies.build_strategy(
-        candidate.strategy, world, precision=precision, sharding=sharding_of(candidate)
+        candidate.strategy, world, precision=precision, sharding=_sharding_of(candidate)
     )
     forget_values(model, world)
     four_bit.quantize_without_memory(model)
-    found = tuple(repeated_blocks(model))
+    repeated = tuple(repeated_blocks(model))
     prepared = strategy.prepare(model)
     prepared.train()
-    groups = optimizers.parameter_groups(
-        prepared,
-        learning_rate=_LEARNING_RATE,
-        weight_decay=_WEIGHT_DECAY,
-        muon=work.optimizer == "muon",
-    )
     with values_matter(world):  # bitsandbytes computes tables
-        optimizer = optimizer_of(work)(groups)
+        optimizer = _optimizer(work, prepared)
+    loss = work.loss or recipe.usual_loss
     return BuiltStep(
-        work=work,
         candidate=candidate,
         world=world,
         model=prepared,
-        strategy=strategy,
         optimizer=optimizer,
         update=TrainStep(
             prepared, optimizer, strategy, world, precision=precision, clip_norm=work.clip_norm
         ),
-        loss=_loss(work),
+        loss=losses.loss_named(loss) or factory.find_import(loss, "model.loss"),
         precision=precision,
-        blocks=found,
+        blocks=repeated,
         whole=whole,
         _sample=sample,
     )
 
 
-def optimizer_of(work: Work) -> optimizers.MakeOptimizer:
-    """Return a function that creates the optimizer from parameters or parameter groups."""
+def _optimizer(work: Work, model: nn.Module) -> torch.optim.Optimizer:
+    groups = optimizers.parameter_groups(
+        model,
+        learning_rate=_LEARNING_RATE,
+        weight_decay=_WEIGHT_DECAY,
+    )
     if ":" in work.optimizer:
         make: optimizers.MakeOptimizer = factory.find_import(work.optimizer, "train.optimizer")
-        return make
-    return optimizers.optimizer_named(
+        return make(groups)
+    named = optimizers.optimizer_named(
         cast(optimizers.Name, work.optimizer),
         learning_rate=_LEARNING_RATE,
         weight_decay=_WEIGHT_DECAY,
     )
+    return named(groups)
 
 
-def sharding_of(candidate: Candidate) -> Sharding | None:
-    """Return the fsdp options of a candidate; None for other strategies."""
+def _sharding_of(candidate: Candidate) -> Sharding | None:
     if candidate.strategy != "fsdp":
         return None
-    layout = candidate.layout
-    if layout.copies > 1:
-        if not candidate.reshard:
-            raise Impossible(
-                "hybrid_shard and shard_grad_op cannot be combined",
-                why="hybrid_shard always reshards blocks after the forward pass, and "
-                "shard_grad_op never does",
-                fix="use only one of the two",
-            )
-        return Sharding(
-            kind="hybrid_shard", shard_size=layout.shards, cpu_offload=candidate.cpu_offload
-        )
-    kind = "full_shard" if candidate.reshard else "shard_grad_op"
-    return Sharding(kind=kind, cpu_offload=candidate.cpu_offload)  # type: ignore[arg-type]
+    is_hybrid = candidate.layout.copies > 1
+    kind: Kind = "hybrid_shard" if is_hybrid else "full_shard"
+    return Sharding(
+        kind=kind if candidate.reshard else "shard_grad_op",
+        shard_size=candidate.layout.shards if is_hybrid else None,
+        cpu_offload=candidate.cpu_offload,
+    )
 
 
 def _model(
-    work: Work, candidate: Candidate, world: World, blocks: int | None
+    work: Work, recipe: ModelRecipe, candidate: Candidate, world: World, blocks: int | None
 ) -> tuple[nn.Module, WholeModel]:
     """Return a model without memory with ``blocks`` repeated layers, and the size of the whole."""
-    recipe = _recipe(work)
     compute = PRECISIONS[candidate.precision].compute if work.load_in_4bit else None
     if recipe.files is not None and world.backend == "fake":
         config = (recipe.files.folder / "config.json").read_bytes()
@@ -309,18 +293,12 @@ def _size_of(model: nn.Module) -> WholeModel:
     return WholeModel(len(repeated_blocks(model)), parameters, trained)
 
 
-def _loss(work: Work) -> losses.Loss:
-    name = work.loss or _recipe(work).usual_loss
-    return losses.loss_named(name) or factory.find_import(name, "model.loss")
-
-
-def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
+def _sample_of(work: Work, recipe: ModelRecipe, model: nn.Module) -> Callable[[], Any]:
     if work.dataset is not None:
         samples = factory.call_import(work.dataset, "data.dataset")
         first = samples[0] if hasattr(samples, "__getitem__") else next(iter(samples))
         return lambda: first
     if work.images is not None:
-        recipe = _recipe(work)
         assert recipe.files is not None, "images need a model with an image processor"
         assert recipe.labels is not None, "images have classes"
         processor = hugging_face.load_image_processor(recipe.files)
@@ -332,12 +310,8 @@ def _sample_of(work: Work, model: nn.Module) -> Callable[[], Any]:
             why="neither a dataset nor a sequence length is given",
             fix="set data.dataset (module:function), or data.sequence_length for rows of text",
         )
-    return _rows_of_text(work, work.sequence_length, _vocabulary(model))
+    length, vocabulary = work.sequence_length, _vocabulary(model)
 
-
-def _rows_of_text(
-    work: Work, length: int, vocabulary: int
-) -> Callable[[], dict[str, torch.Tensor]]:
     def row() -> dict[str, torch.Tensor]:
         tokens = torch.randint(vocabulary, (length,))
         made = {"input_ids": tokens, "labels": tokens}

@@ -165,7 +165,7 @@ def masks_of_real_runs(*, packed: bool) -> Iterator[None]:
 @contextmanager
 def _nothing_cached() -> Iterator[None]:
     """Clear cached tensors, so that one trace does not use the tensors of another."""
-    cached = (gradients._marks, gradients._one)
+    cached = (gradients._marks, gradients._unit)
     for function in cached:
         function.cache_clear()
     try:

@@ -21,35 +21,10 @@ from torchmuster.plan.probes.step_tracer import StepTracer
 from torchmuster.plan.proof.real_ranks import FOLLOWED, RankSteps, RealSteps
 from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.train.world import World, join_world
-from torchmuster.units import format_bytes
-
-# A collective returns before gloo's threads have freed their send buffers. They need less than a
-# millisecond if a core is free.
-_FREED_WITHIN_S = 2.0
-
-
-class LimitedTracer(StepTracer):  # type: ignore[no-untyped-call]
-    """Raise an out-of-memory error where tensors exceed a limit: a CPU's kernel kills instead."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(on_host=True)
-        self._limit_bytes = limit_bytes
-
-    def see(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
-        """Count a storage with its current size; raise if the limit is exceeded."""
-        super().see(storage, category)
-        until_s = time.monotonic() + _FREED_WITHIN_S
-        while self.live_bytes > self._limit_bytes:
-            if time.monotonic() > until_s:
-                raise torch.OutOfMemoryError(
-                    f"out of memory. Tried to allocate {storage.nbytes()} bytes. This rank may use "
-                    f"{format_bytes(self._limit_bytes)}"
-                )
-            time.sleep(0.001)
 
 
 @contextmanager
-def peaks_of_tensors(device: torch.device, limit_bytes: int | None) -> Iterator[Callable[[], int]]:
+def peaks_of_tensors(device: torch.device) -> Iterator[Callable[[], int]]:
     """Yield a function that returns the peak of tensors since its last call.
 
     An accelerator's allocator has counters. On the CPU every storage is followed, which is slow.
@@ -58,12 +33,10 @@ def peaks_of_tensors(device: torch.device, limit_bytes: int | None) -> Iterator[
         yield lambda: _peak_of_accelerator(device)
         return
     tracer = StepTracer(on_host=True)
-    if limit_bytes is not None:
-        tracer = LimitedTracer(limit_bytes)
 
     def read() -> int:
         tracer.note_peak()
-        peak_bytes = max(level.total_bytes for level in tracer.peaks.values())
+        peak_bytes = max(peak.peak_bytes for peak in tracer.peaks.values())
         tracer.begin_step()
         return peak_bytes
 
@@ -81,12 +54,10 @@ def real_steps(request: RealSteps, world: World) -> RankSteps:
     """Run the steps, on all ranks."""
     rank, device = world.global_rank, world.device
     limit_bytes = None
-    if request.limits_bytes is not None:
-        limit_bytes = request.limits_bytes[rank]
-    elif device.type != "cpu":
+    if device.type != "cpu":
         limit_bytes = int(torch.accelerator.get_memory_info(device)[1])
     try:
-        with peaks_of_tensors(device, limit_bytes) as read_peak:
+        with peaks_of_tensors(device) as read_peak:
             built = build_step(request.work, request.candidate, world)
             peaks = []
             for number in range(FOLLOWED):
@@ -97,13 +68,12 @@ def real_steps(request: RealSteps, world: World) -> RankSteps:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return RankSteps(rank=rank, device=str(device), ran_out=str(error), limit_bytes=limit_bytes)
+        return RankSteps(rank=rank, ran_out=str(error), limit_bytes=limit_bytes)
     reserved = None
     if device.type != "cpu":
         reserved = int(torch.accelerator.max_memory_reserved(device))
     return RankSteps(
         rank=rank,
-        device=str(device),
         peaks_bytes=tuple(peaks),
         reserved_bytes=reserved,
         limit_bytes=limit_bytes,

@@ -24,7 +24,7 @@ from torchmuster.plan.probes.operations import (
     tensors_in,
     with_float32_statistics,
 )
-from torchmuster.plan.record import Cost, Part, PhaseName
+from torchmuster.plan.record import Cost, Part, Peak, PhaseName
 from torchmuster.plan.torch_private import (
     ATTENTION_BACKWARD,
     READ_VALUE,
@@ -54,13 +54,6 @@ class Stage(NamedTuple):
     phase: PhaseName = "forward"
     micro_batch: int = 0
     block: int | None = None  # None: before the first block of this pass, or in no pass
-
-
-class Level(NamedTuple):
-    """Live memory at one moment."""
-
-    total_bytes: int
-    by_category: Mapping[str, int]
 
 
 class _Storage:
@@ -98,7 +91,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.by_category: Counter[str] = Counter()
-        self.peaks: dict[Stage, Level] = {}
+        self.peaks: dict[Stage, Peak] = {}
         self.costs: dict[Part, Cost] = {}
         self.stage = Stage()
         self._last_micro_batch = 0
@@ -259,8 +252,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if flops:
             name = dtype.removeprefix("torch.")
             cost.flops[name] = cost.flops.get(name, 0) + flops
-            if self.stage.phase in ("forward", "loss"):
-                cost.forward_flops += flops
 
     def _note_collective(self, name: str, tensors: list[torch.Tensor]) -> None:
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
@@ -285,9 +276,16 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_peak(self) -> None:
         """Raise the peak of the current stage to the live bytes."""
-        level = self.peaks.get(self.stage)
-        if level is None or self.live_bytes > level.total_bytes:
-            self.peaks[self.stage] = Level(self.live_bytes, dict(self.by_category))
+        peak = self.peaks.get(self.stage)
+        if peak is None or self.live_bytes > peak.peak_bytes:
+            phase, micro_batch, block = self.stage
+            self.peaks[self.stage] = Peak(
+                phase=phase,
+                micro_batch=micro_batch,
+                block=block,
+                peak_bytes=self.live_bytes,
+                by_category=dict(self.by_category),
+            )
 
     def see_tensor(self, tensor: torch.Tensor, category: str | None = None) -> None:
         """Count a tensor's storage; ``category`` replaces the usual one of its phase."""

@@ -24,7 +24,7 @@ from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda, u
 from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
 from torchmuster.plan.probes.operations import tensors_in
 from torchmuster.plan.probes.step_tracer import HOST, StepTracer, local_part
-from torchmuster.plan.record import Peak, Shape, TraceRecord, TraceRequest
+from torchmuster.plan.record import Shape, TraceRecord, TraceRequest
 from torchmuster.plan.torch_private import CANNOT_FOLLOW, READ_VALUE
 
 _RANKS_PER_MACHINE = 8  # a rank's memory does not depend on the placement of the others
@@ -102,15 +102,6 @@ def _step(built: BuiltStep, tracer: StepTracer) -> int:
 def _record(
     request: TraceRequest, built: BuiltStep, tracer: StepTracer, input_bytes: int
 ) -> TraceRecord:
-    peaks = []
-    for stage, level in tracer.peaks.items():
-        peaks.append(Peak(
-            phase=stage.phase,
-            micro_batch=stage.micro_batch,
-            block=stage.block,
-            peak_bytes=level.total_bytes,
-            by_category={name: size for name, size in level.by_category.items() if size},
-        ))  # fmt: skip
     host_bytes = 0
     if request.candidate.cpu_offload:
         trained = [weight for weight in built.model.parameters() if weight.requires_grad]
@@ -123,10 +114,9 @@ def _record(
         parameters=tuple(_shapes(built)),
         parameter_count=built.whole.parameters,
         trained_count=built.whole.trained,
-        tokens_per_sample=request.work.sequence_length,
         input_bytes=input_bytes,
         host_bytes=host_bytes,
-        peaks=tuple(peaks),
+        peaks=tuple(tracer.peaks.values()),
         costs=tracer.costs,
         warnings=tuple(unpatched_functions(built.model)) if request.kernels == "cuda" else (),
     )
@@ -146,7 +136,6 @@ def _shapes(built: BuiltStep) -> Iterator[Shape]:
         yield Shape(
             shape=unpacked or tuple(parameter.shape),
             dtype="nf4" if unpacked else str(parameter.dtype).removeprefix("torch."),
-            trained=parameter.requires_grad,
             block=owners.get(id(parameter)),
         )
 

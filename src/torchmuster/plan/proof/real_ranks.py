@@ -25,7 +25,6 @@ class RealSteps:
     candidate: Candidate
     device: Literal["auto", "cpu"]
     timed: int
-    limits_bytes: tuple[int, ...] | None = None  # of tensors, for each rank, on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +32,10 @@ class RankSteps:
     """What one rank measured; a rank that ran out of memory has measured nothing."""
 
     rank: int
-    device: str
     ran_out: str = ""  # the message, if memory ran out
     peaks_bytes: tuple[int, ...] = ()  # of tensors on the device, in each of the first steps
     reserved_bytes: int | None = None  # peak of an accelerator's allocator; None on the CPU
-    limit_bytes: int | None = None  # of the device, or of this rank's share of a CPU's memory
+    limit_bytes: int | None = None  # of an accelerator
     step_s: tuple[float, ...] = ()  # of the steps after them, without memory tracking
 
     @property
@@ -51,7 +49,7 @@ class RankSteps:
     @property
     def used_bytes(self) -> int:
         """The most memory that was in use, of ``limit_bytes``."""
-        return self.reserved_bytes or max(self.peaks_bytes)
+        return self.reserved_bytes or max(self.peaks_bytes, default=0)
 
 
 def ran_out(ranks: Sequence[RankSteps]) -> bool:
@@ -65,7 +63,6 @@ def run_real_steps(
     *,
     device: Literal["cpu", "gpu"] = "cpu",
     steps: int = 5,
-    limits_bytes: tuple[int, ...] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[RankSteps]:
     """Run real steps on this machine: memory is tracked in the first ones, ``steps`` more are timed.
@@ -78,7 +75,6 @@ def run_real_steps(
         candidate=candidate,
         device="cpu" if device == "cpu" else "auto",
         timed=steps,
-        limits_bytes=limits_bytes,
     )
     output = local_ranks.run_local_ranks(
         PROGRAM,

@@ -9,9 +9,10 @@ from torchmuster.plan import estimate
 from torchmuster.plan.answer import Answer, Forecast
 from torchmuster.plan.estimate import StepTime
 from torchmuster.plan.hardware.catalogue import Hardware
-from torchmuster.plan.proof.comparison import MEMORY_BAND, signed_percent, step_seconds
 from torchmuster.plan.proof.real_ranks import RankSteps, ran_out, run_real_steps
 from torchmuster.units import format_bytes
+
+_MEMORY_BAND = 0.05  # of tensors
 
 
 def verify_plan(answer: Answer, *, say: Callable[[str], None] = lambda _: None) -> list[Finding]:
@@ -35,7 +36,7 @@ def findings_of(
     tensor_bytes = planned.memory.tensor_bytes
     most = max(measured, key=lambda rank: rank.peak_bytes)
     figure = f"tensor memory (rank {most.rank} of {len(measured)})"
-    yield _judged_memory(figure, tensor_bytes, most.peak_bytes, MEMORY_BAND)
+    yield _judged_memory(figure, tensor_bytes, most.peak_bytes, _MEMORY_BAND)
     reserved = [rank.reserved_bytes for rank in measured if rank.reserved_bytes is not None]
     if reserved:
         expected, _, _ = estimate.device_bytes(tensor_bytes, hardware)
@@ -50,7 +51,7 @@ def _judged_memory(figure: str, planned: int, measured: int, band: float) -> Fin
     ratio = measured / planned
     what = (
         f"{figure}: predicted {format_bytes(planned)}, measured {format_bytes(measured)} "
-        f"({signed_percent(ratio)})"
+        f"({_signed_percent(ratio)})"
     )
     if ratio <= 1 + band:
         status = Status.OK if ratio >= 1 - band else Status.NOTE
@@ -65,11 +66,11 @@ def _judged_memory(figure: str, planned: int, measured: int, band: float) -> Fin
 
 
 def _judged_time(planned: StepTime | None, measured_s: float) -> Finding:
-    measured = f"step time: measured {step_seconds(measured_s)}"
+    measured = f"step time: measured {_seconds(measured_s)}"
     if planned is None:
         return Finding(name="plan-time", status=Status.NOTE, what=f"{measured}, not predicted")
     ratio = measured_s / planned.step_s
-    what = f"{measured}, roughly predicted {step_seconds(planned.step_s)} ({signed_percent(ratio)})"
+    what = f"{measured}, roughly predicted {_seconds(planned.step_s)} ({_signed_percent(ratio)})"
     if 1 / estimate.TIME_BAND <= ratio <= estimate.TIME_BAND:
         return Finding(name="plan-time", status=Status.OK, what=what)
     return Finding(
@@ -78,3 +79,11 @@ def _judged_time(planned: StepTime | None, measured_s: float) -> Finding:
         what=f"{what}, outside of the band",
         fix="find out what a step waits for: muster profile",
     )
+
+
+def _signed_percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %"
+
+
+def _seconds(amount: float) -> str:
+    return f"{amount * 1000:.3g} ms" if amount < 1 else f"{amount:.3g} s"

@@ -1,7 +1,6 @@
 """Phase timing of a training run: every moment of a step belongs to the innermost phase."""
 
 import math
-import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -36,7 +35,6 @@ class Phases:
         self.times: Counter[str] = Counter()
         self.gradient_ready_at_s = math.inf  # the last one of the backward
         self.waiting_s = 0.0
-        self._switches = _switches()
         self._begun_at_s = self._since_s = self._clock()
 
     @property
@@ -133,12 +131,7 @@ class Phases:
             reads_s=seconds["reads"],
             reads=self.times["reads"],
             micro_batches=self.times["backward"],
-            switches=_switches() - self._switches,
         )
-
-
-def _switches() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.profile.facts import (
@@ -68,36 +69,13 @@ class _ProductDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seen.update(tensor.dtype for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
-
-class StepCounter:
-    """Counts the floating-point operations of one step with ``FlopCounterMode``.
-
-    Operations compiled by ``torch.compile`` are not visible to it.
-    """
-
-    def __init__(self) -> None:
-        self._modes: list[Any] = []
-        self.flops: int | None = None
-        self.lower_dtype: str | None = None  # the 16-bit dtype of products; None: there was none
-
-    def begin(self) -> None:
-        """Start counting this thread's operations and their backward."""
-        self._modes = [_ProductDtypes(), FlopCounterMode(display=False)]
-        for mode in self._modes:
-            mode.__enter__()
-
-    def end(self) -> None:
-        """Stop counting."""
-        if not self._modes:
-            return
-        dtypes, counter = self._modes
-        counter.__exit__(None, None, None)
-        dtypes.__exit__(None, None, None)
-        self._modes = []
-        self.flops = counter.get_total_flops() or None
+    @property
+    def lower(self) -> str | None:
+        """The 16-bit dtype of products; None: there was none."""
         for dtype in _LOWER_DTYPES:
-            if dtypes.seen[dtype]:
-                self.lower_dtype = str(dtype).removeprefix("torch.")
+            if self.seen[dtype]:
+                return str(dtype).removeprefix("torch.")
+        return None
 
 
 class StepRecorder:
@@ -110,7 +88,8 @@ class StepRecorder:
         self._trace = StepTrace(request, self.rank)
         self._change = AppliedChange(request.change)
         self._forward = ForwardPhases(self._phases)
-        self._counter = StepCounter()
+        self._products = _ProductDtypes()
+        self._looking = ExitStack()  # at the dtypes of one step
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._steps: list[Step] = []
         self._number = 0  # of steps that ended
@@ -263,21 +242,16 @@ class StepRecorder:
         self._trace.after(self._number)
         if self._number == WARM_UP_STEPS - 1:
             self._forward.settle()
-            self._count_next_step()
+            models = self._forward.outermost.values()
+            if not any(is_compiled_part(part) for model in models for part in model.modules()):
+                self._looking.enter_context(self._products)
         elif self._number == WARM_UP_STEPS:
-            self._counter.end()
+            self._looking.close()
         if self._number >= self._request.last_step:
             raise Finished(0)
         self._profiled = self._phases.marks = self._trace.before(self._number + 1)
         self._change.before_step()
         self._phases.begin()
-
-    def _count_next_step(self) -> None:
-        for model in self._forward.outermost.values():
-            if any(is_compiled_part(part) for part in model.modules()):
-                self._notes.append("the model is compiled: FLOPs unknown")
-                return
-        self._counter.begin()
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Hook every gradient: the last one of a backward marks when this rank is ready."""
@@ -295,7 +269,7 @@ class StepRecorder:
     def facts(self) -> RankFacts:
         """Write the trace, and return the facts, after the script has ended."""
         self._phases.leave_all()
-        self._counter.end()
+        self._looking.close()
         parameters = self._parameters
         device = parameters[0].device if parameters else torch.device("cpu")
         dtypes: Counter[str] = Counter()
@@ -314,10 +288,9 @@ class StepRecorder:
             loader=self._loader_facts(),
             parameter_dtypes=dict(dtypes),
             gradient_bytes=sum(gradient.nbytes for gradient in gradients),
-            autocast=self._counter.lower_dtype,
+            autocast=self._products.lower,
             strategy=self._strategy(),
             bucket_bytes=self._bucket_bytes,
-            flops_per_step=self._counter.flops,
             trace=self._trace.write(),
             notes=tuple(self._notes),
             change_unused=not self._change.used,

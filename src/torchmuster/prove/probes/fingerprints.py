@@ -186,5 +186,5 @@ def _tensors_of(thing: Any, count: int) -> list[Any]:
 
 
 def copy_hash(copy: Any, count: int) -> str:
-    """Return a hash of a copy of so many parameters, which ``find_copies`` has found."""
+    """Return a hash of a copy of the weights that ``find_copies`` found; it has ``count`` parameters."""
     return tensors_hash(_tensors_of(copy, count))

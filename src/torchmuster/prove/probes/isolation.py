@@ -81,7 +81,10 @@ def allow_writes_only(folders: Sequence[str]) -> None:
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, mode, flags = arguments
-            if _opens_for_writing(mode, flags):
+            writes = flags & _WRITE_FLAGS
+            if mode:
+                writes = not set(mode).isdisjoint("wax+")
+            if writes:
                 check(path)
         elif event in _CHANGES:
             if event == "os.mkdir" and Path(os.fsdecode(arguments[0])).is_dir():
@@ -102,12 +105,6 @@ def allow_writes_only(folders: Sequence[str]) -> None:
     # These open files in C++ and Rust, which no audit hook sees.
     replace(torch, "save", save)
     before_safetensors(lambda _, path: check(path))
-
-
-def _opens_for_writing(mode: str | None, flags: int) -> bool:
-    if mode:
-        return not set(mode).isdisjoint("wax+")
-    return bool(flags & _WRITE_FLAGS)
 
 
 def before_safetensors(call: Callable[[Any, Any], None]) -> None:

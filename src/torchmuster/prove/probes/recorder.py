@@ -65,13 +65,9 @@ class ProofRecorder:
         self._first_save = Path(request.into) / "first-save"
         self._begun_s = time.monotonic()
         self._thread, self._process = threading.get_ident(), os.getpid()
-        # The step: what came before it, its micro-batches, its gradients; then the record, until the step is over.
         self._written = 0  # steps
-        self._start: dict[str, Any] | None = None  # of this process
-        self._before: dict[str, Any] = {}
-        self._batches: list[MicroBatch] = []
-        self._gradients: dict[str, Any] = {}
-        self._stepped: StepRecord | None = None
+        self._step: StepRecord | None = None  # from its first forward until the next step begins
+        self._stepped = False  # an optimizer has made it
         # The objects of the script.
         self._created: list[weakref.ref[Optimizer]] = []
         self._optimizers: list[Optimizer] = []
@@ -101,7 +97,7 @@ class ProofRecorder:
 
     def end(self) -> None:
         """Write the last step, after the script has ended."""
-        if self._is_mine():
+        if self._stepped and self._is_mine():
             self._close()
 
     def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -119,7 +115,7 @@ class ProofRecorder:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
     def _event(self, kind: EventKind, **fields: Any) -> None:
-        steps = self._written + (self._stepped is not None)
+        steps = self._written + self._stepped
         self._write(EventRecord(kind=kind, step=steps, line=self._script_line(), **fields))
 
     def _script_line(self) -> str:
@@ -159,19 +155,22 @@ class ProofRecorder:
         tensors = list(fingerprints.data_tensors(inputs))
         if not tensors:
             return  # a part of the model that gets the output of another part
-        self._close()
-        if self._batches and self._batches[-1].loss is not None and _has_no_gradients(inner):
-            self._batches = []  # a forward whose gradients are discarded is not part of the step
-        self._stopper.before_forward(len(self._batches))
-        if not self._batches:
+        if self._stepped:
+            self._close()
+        step = self._step
+        if step and step.micro_batches[-1].loss is not None and _has_no_gradients(inner):
+            step = None  # a forward whose gradients are discarded is not part of the step
+        self._stopper.before_forward(len(step.micro_batches) if step else 0)
+        if step is None:
             if self._written >= self._last_step():
                 self._exit()
-            self._before = {"rng": fingerprints.random_states()}
+            rng = fingerprints.random_states()
+            step = self._step = StepRecord(step=self._written + 1, micro_batches=[], rng=rng)
             if inner is module:
                 self._record_buffers(module)
             else:  # once DDP has broadcast them
                 self._buffers_of = inner
-        self._batches.append(
+        step.micro_batches.append(
             MicroBatch(
                 inputs=fingerprints.tensors_hash(tensor for _, tensor in tensors),
                 samples=fingerprints.sample_hashes(tensors),
@@ -181,11 +180,13 @@ class ProofRecorder:
 
     def _record_buffers(self, module: nn.Module) -> None:
         self._buffers_of = None
-        self._before["buffers"] = fingerprints.tensors_hash(module.buffers())
+        if self._step is not None:
+            self._step.buffers = fingerprints.tensors_hash(module.buffers())
 
     def _backward(self, usual: Any, tensors: Any, *arguments: Any, **named: Any) -> None:
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and self._batches:
-            last = self._batches[-1]
+        is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1
+        if is_loss and self._step is not None and not self._stepped:
+            last = self._step.micro_batches[-1]
             last.loss = _finite_or_large(float(tensors.detach()) + (last.loss or 0.0))
         self._in_backward = True
         try:
@@ -198,7 +199,8 @@ class ProofRecorder:
         whole = norm
         if hasattr(norm, "full_tensor"):
             whole = norm.full_tensor()
-        self._before["unclipped_norm"] = _finite_or_large(float(whole))
+        if self._step is not None and not self._stepped:
+            self._step.unclipped_norm = _finite_or_large(float(whole))
         return norm
 
     # ---- the last step
@@ -255,34 +257,30 @@ class ProofRecorder:
         return (optimizer,), {**named, "closure": wrapped}
 
     def _record_gradients(self, optimizer: Optimizer) -> None:
-        if not self._is_mine() or not (self._batches or self._stepped):
+        step = self._step
+        if step is None or not self._is_mine():
             return  # DCP creates the state of an optimizer by a step without a forward
         if not self._optimizers:
             created = [reference() for reference in self._created]
             self._know([made for made in created if made is not None])
+            self._scalers = _grad_scalers()
         if optimizer not in self._optimizers:
             self._know([optimizer])
         # Only before the first closure of LBFGS, which changes the weights itself.
-        if self._start is None:
-            state = fingerprints.optimizer_state(self._optimizers)
-            self._start = {"weights_before": self._weights(), "state_before": state}
-            self._scalers = _grad_scalers()
+        if self._written == 0 and step.weights_before is None:
+            step.weights_before = self._weights()
+            step.state_before = fingerprints.optimizer_state(self._optimizers)
         whole: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for parameter, is_part in zip(self._parameters, self._sharded, strict=True):
             if parameter.grad is not None:
                 group = parts if is_part else whole
                 group.append(parameter.grad)
-        rates, settings = _optimizer_settings(optimizer)
+        step.gradients = fingerprints.tensors_hash([*whole, *parts])
+        step.replicated_square = _finite_or_large(fingerprints.squared_norm(whole))
+        step.sharded_square = _finite_or_large(fingerprints.squared_norm(parts))
         scales = [scaler.get_scale() for scaler in self._scalers if scaler.is_enabled()]
-        self._gradients = {
-            "gradients": fingerprints.tensors_hash([*whole, *parts]),
-            "replicated_square": _finite_or_large(fingerprints.squared_norm(whole)),
-            "sharded_square": _finite_or_large(fingerprints.squared_norm(parts)),
-            "learning_rates": rates,
-            "settings": settings,
-            "scale": next(iter(scales), None),
-        }
+        step.scale = next(iter(scales), None)
 
     def _know(self, optimizers: list[Optimizer]) -> None:
         """Add the parameters of optimizers, with their names."""
@@ -317,28 +315,19 @@ class ProofRecorder:
         return [fingerprints.tensors_hash([parameter]) for parameter in self._parameters]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_mine() or not self._gradients:
+        """Add the settings of this optimizer; another one may follow in the same step."""
+        if self._step is None or not self._is_mine():
             return
-        gradients, self._gradients = self._gradients, {}
-        if self._batches:
-            fields = {**self._before, **gradients}
-            if self._written == 0:
-                fields |= self._start or {}
-            self._stepped = StepRecord(
-                step=self._written + 1, micro_batches=self._batches, **fields
-            )
-            self._batches, self._before = [], {}
-        elif self._stepped is not None:  # another optimizer of the same step
-            gradients["learning_rates"] = self._stepped.learning_rates + gradients["learning_rates"]
-            gradients["settings"] = self._stepped.settings + gradients["settings"]
-            self._stepped = msgspec.structs.replace(self._stepped, **gradients)
+        rates, settings = _optimizer_settings(optimizer)
+        self._step.learning_rates += rates
+        self._step.settings += settings
+        self._stepped = True
         self._stopper.steps_done = self._written + 1
 
     def _close(self) -> None:
         """Write the step that is over."""
-        record, self._stepped = self._stepped, None
-        if record is None:
-            return
+        record, self._step, self._stepped = self._step, None, False
+        assert record is not None
         self._written += 1
         model = self._model_parameters()
         if self._written in _LOOKS_FOR_COPIES_AFTER:

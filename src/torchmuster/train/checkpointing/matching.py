@@ -13,7 +13,7 @@ from torchmuster.train.checkpointing.state_tree import flatten
 _SHOWN = 5  # differences named in an error; the rest is counted
 _OPTIMIZER = "optimizer.state."
 # Options that differ between parameter groups and over time.
-_CHANGING_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "use_muon")
+_CHANGING_OPTIONS = ("params", "lr", "initial_lr", "weight_decay")
 
 
 def tensors_to_load(

@@ -99,7 +99,7 @@ class CheckpointPolicy:
         self._saved_step = step
         self._saved_at_s = elapsed_s
 
-    def end_if_asked(self, step: int, elapsed_s: float) -> None:
+    def end_if_requested(self, step: int, elapsed_s: float) -> None:
         """After each step: save and raise :class:`StoppedAtRequest` if a stop was requested."""
         stop = self._saving.stop
         if stop is None or not stop.due(step):
@@ -107,11 +107,11 @@ class CheckpointPolicy:
         report = self._save_and_wait(step, elapsed_s)
         if report is not None and report.problem is not None:
             raise MusterError(
-                f"stop requested ({stop.words}), but step {step} could not be saved",
+                f"stop requested ({stop.origin}), but step {step} could not be saved",
                 why=report.problem,
                 fix="earlier checkpoints are unchanged: rerun to resume from the newest",
             )
-        raise StoppedAtRequest(step, stop.words)
+        raise StoppedAtRequest(step, stop.origin)
 
     def end(self, step: int) -> None:
         """Save the final state, and wait until everything is written."""

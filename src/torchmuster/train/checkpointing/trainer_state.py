@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchmuster.finding import render
 from torchmuster.train import seeds
-from torchmuster.train.arguments import portions_of
 from torchmuster.train.checkpointing.checkpointer import Checkpointer, Loaded, SaveReport
 from torchmuster.train.checkpointing.policy import (
     CheckpointPolicy,
@@ -69,7 +68,7 @@ def _checkpointer(
     saving: CheckpointSettings,
     on_saved: Callable[[SaveReport], None] | None = None,
 ) -> Checkpointer:
-    portions = portions_of(trainer.loader)
+    portions = getattr(trainer.loader, "portions", None)
     return Checkpointer(
         saving.store(),
         keep=saving.keep,

@@ -1,11 +1,10 @@
-"""Steps from an existing DataLoader: its batches unchanged, counts compared over the ranks."""
+"""Steps from batches that each rank reads by itself: those of a DataLoader, or of a stream."""
 
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import (
     BatchSampler,
@@ -15,12 +14,37 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.train import seeds
 from torchmuster.train.data.pytree import move_to_device, tensors_in
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.data.worker_processes import IgnoreSignalsInWorkers
-from torchmuster.train.world import World, all_gather_object, sum_over_ranks
+from torchmuster.train.world import World, all_gather_object
+
+BLOCK_STEPS = 8  # of batches of unknown number, read and counted together
+
+
+class Batch(NamedTuple):
+    """A batch that was read; ``position`` is the data's own position after it, if it has one."""
+
+    content: Any
+    samples: int
+    position: Any = None
+    error: str | None = None
+
+
+class Sizes(NamedTuple):
+    """The sizes that a DataLoader reports before an epoch is read; None if unknown."""
+
+    batches: int | None
+    batch_size: int | None = None
+    samples: int | None = None
+
+    def size_of(self, batch: int) -> int | None:
+        """Return how many samples a batch has; the last one may be smaller."""
+        if self.batch_size is None or self.samples is None:
+            return None
+        return min(self.batch_size, self.samples - batch * self.batch_size)
 
 
 def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
@@ -37,44 +61,34 @@ def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The sizes that a DataLoader reports before an epoch is read; None if unknown."""
-
-    batches: int | None
-    batch_size: int | None = None
-    samples: int | None = None
-
-    def size_of(self, batch: int) -> int | None:
-        """Return how many samples a batch has; the last one may be smaller."""
-        if self.batch_size is None or self.samples is None:
-            return None
-        return min(self.batch_size, self.samples - batch * self.batch_size)
-
-
 class DataLoaderAdapter:
     """Adapts any DataLoader, or any collection of batches, to the ``Loader`` protocol.
 
     The number of batches is compared over the ranks when an epoch begins: if it differs, all ranks
-    raise the same error. A DataLoader of unknown length (a stream) is read until all ranks' batches
-    are used: ranks that finish earlier repeat their last batch with weight 0. It calls
-    ``set_epoch`` on the sampler.
+    raise the same error. Batches of an unknown number are read until all ranks' are used: ranks that
+    finish earlier repeat their last batch with weight 0, and the ranks exchange their numbers of
+    samples once in 8 steps. It calls ``set_epoch`` on the sampler.
 
-    A position is restored by reading up to it, with the random states from the start of the epoch;
-    it is exact only if the sampler then repeats its order.
+    A position is restored on the same number of ranks: by the ``state_dict`` of a
+    ``StatefulDataLoader``, else by reading up to it with the random states from the start of the
+    epoch, which is exact only if the sampler then repeats its order.
     """
 
     def __init__(self, dataloader: Iterable[Any], world: World, *, accumulation: int = 1) -> None:
-        self._dataloader = dataloader
+        self._dataloader: Any = dataloader
         self._world = world
         self._accumulation = accumulation
-        if isinstance(dataloader, DataLoader):
-            _keep_reading_until_saved(dataloader)
-        self._plan = _plan(dataloader)
-        self._position = (0, 0)  # epoch, and how many of its steps were yielded
-        self._resume: tuple[int, int] | None = None
+        self._nominal_samples: int | None = None
+        self._sizes = _sizes_of(dataloader)
+        # Epoch, how many of its steps were yielded, and the data's own position after them.
+        self._position: tuple[int, int, Any] = (0, 0, None)
+        self._resume: tuple[int, int, Any] | None = None
         # An epoch, and this rank's random states before its order was drawn, as JSON types.
         self.epoch_began: dict[str, Any] | None = None
+        if isinstance(dataloader, DataLoader):
+            prepare = dataloader.worker_init_fn
+            if not isinstance(prepare, IgnoreSignalsInWorkers):
+                dataloader.worker_init_fn = IgnoreSignalsInWorkers(prepare)
         sampler = _sampler_without_ranks(dataloader)
         if sampler and world.world_size > 1 and world.is_first:
             warnings.warn(
@@ -85,157 +99,202 @@ class DataLoaderAdapter:
             )
 
     def steps_in_epoch(self) -> int | None:
-        """Return how many steps an epoch has; None for a stream."""
-        if self._plan.batches is None:
+        """Return how many steps an epoch has; None if that is known only at its end."""
+        if self._sizes.batches is None:
             return None
-        return -(-self._plan.batches // self._accumulation)
+        return -(-self._sizes.batches // self._accumulation)
 
-    def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
-        """Compare the ranks' numbers of batches, then yield the steps, from step ``begin`` on."""
-        if self._resume is not None and not begin and self._resume[0] == epoch:
-            begin = self._resume[1]
-        self._resume = None
-        self._position = (epoch, begin)
-        _tell_epoch(self._dataloader, epoch)
-        plans = [_Plan(**told) for told in all_gather_object(vars(self._plan), self._world)]
-        if any(plan.batches is None for plan in plans):
-            return self._steps_together(epoch, begin)
-        refuse_uneven_ranks([plan.batches or 0 for plan in plans])
-        return self._steps(epoch, begin, plans)
+    def epoch(self, epoch: int) -> Iterator[Step]:
+        """Compare the ranks' numbers of batches, then yield the steps."""
+        if self._resume is None or self._resume[0] != epoch:
+            self._resume = (epoch, 0, None)
+        self._position, self._resume = self._resume, None
+        for holder in ("sampler", "batch_sampler", "dataset"):
+            set_epoch = getattr(getattr(self._dataloader, holder, None), "set_epoch", None)
+            if callable(set_epoch):  # without it a sampler repeats the same shuffle
+                set_epoch(epoch)
+        ranks = [Sizes(*sizes) for sizes in all_gather_object(list(self._sizes), self._world)]
+        if any(sizes.batches is None for sizes in ranks):
+            return self._counted_steps()
+        refuse_uneven_ranks([sizes.batches or 0 for sizes in ranks])
+        return self._known_steps(ranks)
 
-    def _steps(self, epoch: int, begin: int, plans: list[_Plan]) -> Iterator[Step]:
-        """Yield the steps of all ranks; the sample count is known if all ranks know theirs."""
-        batches = self._batches(epoch, begin)
-        nominal = self._accumulation * sum(plan.batch_size or 1 for plan in plans)
+    def _known_steps(self, ranks: list[Sizes]) -> Iterator[Step]:
+        """Yield steps without a collective: their sample count is known if all ranks know theirs."""
+        epoch, begin, _ = self._position
+        batches = self._read(self._position)
+        nominal = self._accumulation * sum(sizes.batch_size or 1 for sizes in ranks)
         for number in range(begin, self.steps_in_epoch() or 0):
             first = number * self._accumulation
-            numbers = range(first, min(first + self._accumulation, self._plan.batches or 0))
-            sizes = [plan.size_of(one) for one in numbers for plan in plans]
-            known = [size for size in sizes if size is not None]
-            its_own = self._micro_batches(batches, numbers)
-            self._position = (epoch, number + 1)
+            numbers = range(first, min(first + self._accumulation, self._sizes.batches or 0))
+            samples: int | None = 0
+            for batch in numbers:
+                for sizes in ranks:
+                    size = sizes.size_of(batch)
+                    samples = None if size is None or samples is None else samples + size
+            micro_batches = self._micro_batches(batches, numbers)
+            self._position = (epoch, number + 1, None)
             yield Step(
                 epoch=epoch,
                 number=number,
                 rounds=len(numbers),
-                samples=sum(known) if len(known) == len(sizes) else None,
+                samples=samples,
                 nominal_samples=nominal,
-                micro_batches=its_own,
+                micro_batches=micro_batches,
             )
-            deque(its_own, maxlen=0)  # the unread rest
+            deque(micro_batches, maxlen=0)  # the unread rest
 
-    def _micro_batches(self, batches: Iterator[Any], numbers: range) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batches: Iterator[Batch], numbers: range) -> Iterator[MicroBatch]:
         for number in numbers:
-            try:
-                batch = next(batches)
-            except StopIteration:
+            batch = next(batches, None)
+            if batch is None:
                 raise Impossible(
                     f"the DataLoader stopped after {number} batches",
-                    why=f"its length is {self._plan.batches}",
+                    why=f"its length is {self._sizes.batches}",
                     fix="make its length match the number of batches",
-                ) from None
-            size = self._plan.size_of(number)
-            yield MicroBatch(
-                batch=move_to_device(batch, self._world.device),
-                samples=_samples_in(batch) if size is None else size,
-            )
+                )
+            self._position = (*self._position[:2], batch.position)
+            yield self._on_device(batch, self._sizes.size_of(number) or batch.samples)
 
-    def _steps_together(self, epoch: int, begin: int) -> Iterator[Step]:
-        """Yield steps of streams: before each step the ranks exchange who still has batches."""
-        batches = self._batches(epoch, begin)
-        kept: Any = None
-        number, nominal = begin, None
-        while True:
-            own = list(islice(batches, self._accumulation))
-            kept = own[-1] if own else kept
-            samples = [_samples_in(batch) for batch in own]
-            busy = [place < len(own) for place in range(self._accumulation)]
-            *ranks_busy, empty, together = sum_over_ranks(
-                [*busy, kept is None, sum(samples)], self._world
-            )
-            rounds = sum(ranks > 0 for ranks in ranks_busy)
-            if not rounds:
-                return
-            if empty:
-                self._refuse_empty(kept is None)
-            idle = rounds - len(own)
-            nominal = nominal or int(together)
-            self._position = (epoch, number + 1)
-            yield Step(
-                epoch=epoch,
-                number=number,
-                rounds=rounds,
-                samples=int(together),
-                nominal_samples=nominal,
-                micro_batches=[
-                    MicroBatch(batch=move_to_device(batch, self._world.device), samples=count)
-                    for batch, count in zip(own + [kept] * idle, samples + [0] * idle, strict=True)
-                ],
-            )
-            number += 1
+    def _counted_steps(self) -> Iterator[Step]:
+        """Yield steps of batches of unknown number: the ranks exchange the samples of a block of steps."""
+        epoch, number, _ = self._position
+        batches = self._read(self._position)
+        last: Batch | None = None
+        whole = BLOCK_STEPS * self._accumulation
+        length = whole
+        while length == whole:
+            block, counts = self._block(batches)
+            if block:
+                last = block[-1]
+            elif last is None and any(counts):
+                last = self._first_batch()
+            length = max(len(of_rank) for of_rank in counts)
+            for first in range(0, length, self._accumulation):
+                rounds = range(first, min(first + self._accumulation, length))
+                samples = sum(sum(of_rank[first : rounds.stop]) for of_rank in counts)
+                self._nominal_samples = self._nominal_samples or samples
+                micro_batches = []
+                for batch in block[first : rounds.stop]:
+                    self._position = (epoch, number, batch.position)
+                    micro_batches.append(self._on_device(batch, batch.samples))
+                if last is not None:  # an idle rank computes any batch, with weight 0
+                    while len(micro_batches) < len(rounds):
+                        micro_batches.append(self._on_device(last, 0))
+                number += 1
+                self._position = (epoch, number, self._position[2])
+                yield Step(
+                    epoch=epoch,
+                    number=number - 1,
+                    rounds=len(rounds),
+                    samples=samples,
+                    nominal_samples=self._nominal_samples,
+                    micro_batches=micro_batches,
+                )
+        self._position = (epoch + 1, 0, None)
 
-    def _refuse_empty(self, own: bool) -> None:
-        """Raise on all ranks: a rank without any batch cannot take part."""
-        empty = [rank for rank, one in enumerate(all_gather_object(own, self._world)) if one]
-        raise Impossible(
-            f"these ranks got no batch at all, while others did: {', '.join(map(str, empty))}",
-            why="all ranks must take part in each step",
-            fix="give each rank at least one batch: more shards, or fewer ranks",
-        )
+    def _block(self, batches: Iterator[Batch]) -> tuple[list[Batch], list[list[int]]]:
+        """Read some steps; return them and all ranks' numbers of samples. Raise errors on all ranks."""
+        block: list[Batch] = []
+        error = None
+        try:
+            for batch in islice(batches, BLOCK_STEPS * self._accumulation):
+                error = batch.error
+                block.append(batch)
+        except MusterError as caught:
+            error = str(caught)
+        counts = [batch.samples for batch in block]
+        is_empty = not block and not self._position[1]  # already in the first step
+        reports = all_gather_object([counts, is_empty, error], self._world)
+        for rank, (_, _, problem) in enumerate(reports):
+            if problem:
+                raise MusterError(
+                    f"rank {rank} could not read its data: {problem}",
+                    fix="fix or remove the record",
+                )
+        empty = [rank for rank, (_, is_empty, _) in enumerate(reports) if is_empty]
+        if empty and len(empty) < len(reports):
+            raise Impossible(
+                f"rank {empty[0]} has no sample at all",
+                why="an idle rank needs a sample to take part in the other ranks' steps",
+                fix="provide at least one sample for each rank: more shards, or fewer ranks",
+            )
+        return block, [of_rank for of_rank, _, _ in reports]
 
-    def _batches(self, epoch: int, begin: int) -> Iterator[Any]:
-        now = seeds.save_random_states(self._world)
-        if not begin:
-            self.epoch_began = {"epoch": epoch, "random": now}
-            return iter(self._dataloader)
-        # These random numbers were drawn before; training continues with its own state.
-        if self.epoch_began is not None and self.epoch_began["epoch"] == epoch:
+    def _first_batch(self) -> Batch:
+        """Return a batch for a rank that is idle from a restored position on."""
+        before = self.epoch_began, seeds.save_random_states(self._world)
+        batch = next(self._read((self._position[0], 0, None)))
+        self.epoch_began, states = before
+        seeds.load_random_states(states, self._world)
+        return batch
+
+    def _on_device(self, batch: Batch, samples: int) -> MicroBatch:
+        device = self._world.device
+        content = batch.content
+        if device.type != "cpu":
+            content = move_to_device(content, device, pin=device.type == "cuda")
+        return MicroBatch(batch=content, samples=samples)
+
+    def _read(self, begin: tuple[int, int, Any]) -> Iterator[Batch]:
+        """Read this rank's batches, from a position on."""
+        epoch, step, position = begin
+        has_state = hasattr(self._dataloader, "state_dict")
+        skipped = step * self._accumulation
+        if position is not None:
+            self._dataloader.load_state_dict(position)
+            skipped = 0
+        before = seeds.save_random_states(self._world)
+        if not step:
+            self.epoch_began = {"epoch": epoch, "random": before}
+        elif self.epoch_began is not None and self.epoch_began["epoch"] == epoch:
             seeds.load_random_states(self.epoch_began["random"], self._world)
         batches = iter(self._dataloader)
-        deque(islice(batches, begin * self._accumulation), maxlen=0)
-        seeds.load_random_states(now, self._world)
-        return batches
+        if step:
+            # These random numbers were drawn before; training continues with its own state.
+            deque(islice(batches, skipped), maxlen=0)
+            seeds.load_random_states(before, self._world)
+        for content in batches:
+            state = self._dataloader.state_dict() if has_state else None
+            yield Batch(content, _samples_in(content), state)
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last yielded step."""
-        epoch, step = self._position
-        return {"epoch": epoch, "step": step}
+        """Return the position after the last yielded step; all ranks call it."""
+        epoch, step, position = self._position
+        return {"epoch": epoch, "step": step, "ranks": all_gather_object(position, self._world)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the saved steps of that epoch, which are read and skipped."""
-        self._position = self._resume = (int(state["epoch"]), int(state["step"]))
+        """Continue after the last yielded step, on the same number of ranks."""
+        if state["step"] and len(state["ranks"]) != self._world.world_size:
+            raise Impossible(
+                f"the position of the data was saved by {len(state['ranks'])} ranks, and there "
+                f"are {self._world.world_size} now",
+                why="each rank reads its own share of a DataLoader or a stream",
+                fix="resume on the same number of ranks, or use data that BatchLoader can read",
+            )
+        position = None
+        if state["step"]:
+            position = state["ranks"][self._world.global_rank]
+        self._position = self._resume = (int(state["epoch"]), int(state["step"]), position)
 
 
-def _keep_reading_until_saved(dataloader: DataLoader[Any]) -> None:
-    """Keep the loader's processes running while a stopping rank still needs them."""
-    if not isinstance(dataloader.worker_init_fn, IgnoreSignalsInWorkers):
-        dataloader.worker_init_fn = IgnoreSignalsInWorkers(dataloader.worker_init_fn)
-
-
-def _plan(dataloader: Any) -> _Plan:
+def _sizes_of(dataloader: Any) -> Sizes:
     if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
-        return _Plan(batches=None)  # its length, if any, is an estimate
+        return Sizes(batches=None)  # its length, if any, is an estimate
     if not isinstance(dataloader, Sized):
-        return _Plan(batches=None)
+        return Sizes(batches=None)
     try:
         batches = len(dataloader)
     except TypeError:  # a sampler without a length
-        return _Plan(batches=None)
+        return Sizes(batches=None)
     sampler = getattr(dataloader, "batch_sampler", None)
     if type(sampler) is not BatchSampler:
-        return _Plan(batches=batches)
-    return _Plan(batches=batches, batch_size=sampler.batch_size, samples=len(sampler.sampler))  # type: ignore[arg-type]
-
-
-def _tell_epoch(dataloader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` wherever it exists; without it a sampler repeats the same shuffle."""
-    for holder in ("sampler", "batch_sampler", "dataset"):
-        set_epoch = getattr(getattr(dataloader, holder, None), "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+        return Sizes(batches=batches)
+    return Sizes(batches, sampler.batch_size, len(sampler.sampler))  # type: ignore[arg-type]
 
 
 def _sampler_without_ranks(dataloader: Any) -> str | None:
+    """Return the class of a sampler that gives every rank the same samples; None for any other."""
     sampler = getattr(dataloader, "sampler", None)
     batches = getattr(dataloader, "batch_sampler", None)
     plain = isinstance(sampler, (RandomSampler, SequentialSampler))

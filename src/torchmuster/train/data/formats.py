@@ -87,42 +87,38 @@ class RecordTokenizer:
         self._tokenizer = tokenizer
         self._chat = _ChatTemplate(tokenizer) if how.kind == "chat" else None
 
-    def documents(self, records: Sequence[Any]) -> list[Tokens]:
-        """Return the document of each record; an unusable record raises :class:`MusterError`.
+    def documents(self, records: Sequence[Any]) -> list[Tokens | MusterError]:
+        """Return the document of each record, or its error; many are fastest together.
 
         An empty text gives an empty document.
         """
-        if self._chat is not None:
-            return [self._conversation(record, self._chat) for record in records]
-        if self.how.kind == "prompt_completion":
-            return [self._completion(record) for record in records]
-        contents = [self._text_or_tokens(record) for record in records]
-        texts = [content for content in contents if isinstance(content, str)]
-        encoded = iter(self._tokenizer.encode(texts) if texts else [])
-        documents = []
-        for content in contents:
-            if isinstance(content, Tokens):
-                documents.append(content)
-                continue
-            ids = next(encoded)
-            documents.append(Tokens([*ids, self._tokenizer.end] if content else []))
+        documents: list[Tokens | MusterError] = []
+        texts: dict[int, str] = {}
+        for record in records:
+            content: Tokens | MusterError | str
+            try:
+                content = self._content(record)
+            except Impossible:
+                raise
+            except MusterError as error:
+                content = error
+            if isinstance(content, str):
+                if content:
+                    texts[len(documents)] = content
+                content = Tokens([])
+            documents.append(content)
+        if texts:
+            encoded = self._tokenizer.encode(list(texts.values()))
+            for place, ids in zip(texts, encoded, strict=True):
+                documents[place] = Tokens([*ids, self._tokenizer.end])
         return documents
 
-    def each(self, records: Sequence[Any]) -> list[Tokens | MusterError]:
-        """Return the document of each record, or its error; many are fastest together."""
-        try:
-            return list(self.documents(records))
-        except Impossible:
-            raise
-        except MusterError:
-            pass
-        results: list[Tokens | MusterError] = []
-        for record in records:
-            try:
-                results += self.documents([record])
-            except MusterError as error:
-                results.append(error)
-        return results
+    def _content(self, record: Any) -> Tokens | str:
+        if self._chat is not None:
+            return self._conversation(record, self._chat)
+        if self.how.kind == "prompt_completion":
+            return self._completion(record)
+        return self._text_or_tokens(record)
 
     def _conversation(self, record: Any, template: "_ChatTemplate") -> Tokens:
         field = self.how.messages_field
@@ -215,7 +211,9 @@ class _ChatTemplate:
         except Exception as error:  # templates raise errors of their own
             raise _template_error(error) from None
         ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-        return Tokens(ids, [one if seen else IGNORED for one, seen in zip(ids, mask, strict=True)])
+        return Tokens(
+            ids, [token if seen else IGNORED for token, seen in zip(ids, mask, strict=True)]
+        )
 
     def _by_prefixes(self, messages: list[Any], tools: Any) -> Tokens:
         """Find the answers without marks: each is what its message adds to a prompt for it."""
@@ -259,7 +257,7 @@ def truncated(document: Tokens, length: int) -> Tokens:
     """
     ids = document.ids[:length]
     labels = None if document.labels is None else document.labels[:length]
-    if labels is not None and all(one == IGNORED for one in labels[1:]):
+    if labels is not None and all(label == IGNORED for label in labels[1:]):
         return Tokens([])
     return Tokens(ids, labels)
 
@@ -284,15 +282,15 @@ def _with_labels(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tokens
     return Tokens(ids, labels)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at their beginning.
 
     The last token of a prompt may be another one if a text follows.
     """
-    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+    for place, (mine, theirs) in enumerate(zip(first, second, strict=False)):
         if mine != theirs:
             return place
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 def _refuse_other_beginning(whole: str, begin: str, messages: int) -> None:
@@ -338,19 +336,21 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
         kind = "an empty list" if value in ([], ()) else type(value).__name__
         raise _no_messages(field, f"it is {kind}")
     found = []
-    for number, one in enumerate(value, start=1):
-        if not isinstance(one, Mapping):
-            raise _no_messages(field, f"message {number} is a {type(one).__name__}")
-        if "role" not in one and "from" in one:
-            role = _ROLES.get(one["from"], one["from"])
-            one = {"role": role, "content": one.get("value")}
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, Mapping):
+            raise _no_messages(field, f"message {number} is a {type(message).__name__}")
+        if "role" not in message and "from" in message:
+            role = _ROLES.get(message["from"], message["from"])
+            message = {"role": role, "content": message.get("value")}
         # A table has all fields in all rows; templates test which ones a message has.
-        one = {name: item for name, item in one.items() if item is not None or name == "content"}
-        if not isinstance(one.get("role"), str):
+        message = {
+            name: item for name, item in message.items() if item is not None or name == "content"
+        }
+        if not isinstance(message.get("role"), str):
             raise _no_messages(field, f"message {number} has no role")
-        if one.get("content") is None and "tool_calls" not in one:
-            raise _no_messages(field, f"message {number} ({one['role']}) has no content")
-        found.append(one)
+        if message.get("content") is None and "tool_calls" not in message:
+            raise _no_messages(field, f"message {number} ({message['role']}) has no content")
+        found.append(message)
     return found
 
 
@@ -406,7 +406,7 @@ def _tokens(record: Mapping[Any, Any], field: str) -> Tokens:
         labels = None if labels is None else array("q", compress(labels, mask))
     if (lowest := min(ids, default=0)) < 0:
         raise _unusable(field, f"one of its ids is {lowest}")
-    wrong = next((one for one in labels or () if one < 0 and one != IGNORED), None)
+    wrong = next((label for label in labels or () if label < 0 and label != IGNORED), None)
     if wrong is not None:
         raise _unusable("labels", f"one of them is {wrong}")
     return Tokens(ids, labels)

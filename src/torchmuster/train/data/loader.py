@@ -21,7 +21,7 @@ from torchmuster.train.data.order import sample_order
 from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.data.worker_processes import IgnoreSignalsInWorkers
-from torchmuster.train.seeds import derive_seed, kept_random_states, seed_cpu, seed_process
+from torchmuster.train.seeds import derive_seed, seed_process
 from torchmuster.train.torch_private import stop_workers
 from torchmuster.train.world import World
 
@@ -38,32 +38,24 @@ class MicroBatches:
     """The micro-batches of a dataset, by their :class:`SampleRange`: what a DataLoader's workers read."""
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        collate: Callable[[list[Any]], Any] | None,
-        seed: int,
-        random_per_sample: bool,
+        self, dataset: Any, *, collate: Callable[[list[Any]], Any] | None, seed: int
     ) -> None:
         self._dataset = dataset
         self._collate = collate or default_collate
         self._seed = seed
-        self._random_per_sample = random_per_sample
         self._tensors = _tensors(dataset) if collate is None else None
 
-    def __getitems__(self, chosen: SampleRange) -> Any:
+    def __getitems__(self, chosen: SampleRange) -> tuple[SampleRange, Any]:
         """Return the batch of these samples; DataLoader calls this with what its ``batch_sampler`` yields."""
         if get_worker_info() is not None:
             # By the samples, not by the worker: a resumed run draws the same numbers.
             seed_process(derive_seed(self._seed, "batch", chosen.epoch, chosen.indices[0]))
         if self._tensors is not None:
             index = torch.frombuffer(array("q", chosen.indices), dtype=torch.int64)
-            return [tensor.index_select(0, index) for tensor in self._tensors]
-        if self._random_per_sample:
-            return self._collate(self._read_seeded(chosen))
+            return chosen, [tensor.index_select(0, index) for tensor in self._tensors]
         if hasattr(self._dataset, "__getitems__"):
-            return self._collate(self._dataset.__getitems__(chosen.indices))
-        return self._collate([self._read(index) for index in chosen.indices])
+            return chosen, self._collate(self._dataset.__getitems__(chosen.indices))
+        return chosen, self._collate([self._read(index) for index in chosen.indices])
 
     def _read(self, index: int) -> Any:
         try:
@@ -71,24 +63,6 @@ class MicroBatches:
         except Exception as error:
             error.add_note(f"while reading sample {index} of {type(self._dataset).__name__}")
             raise
-
-    def _read_seeded(self, chosen: SampleRange) -> list[Any]:
-        samples = []
-        with kept_random_states():
-            for index in chosen.indices:
-                seed_cpu(derive_seed(self._seed, "sample", chosen.epoch, index))
-                samples.append(self._read(index))
-        return samples
-
-
-def _tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
-    """Return the tensors of a plain TensorDataset, whose rows can be indexed at once."""
-    if type(dataset) is not TensorDataset:
-        return None
-    for tensor in dataset.tensors:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return None
-    return dataset.tensors
 
 
 class BatchLoader:
@@ -98,14 +72,13 @@ class BatchLoader:
     number of ranks, workers or micro-batches. The rest at the end of an epoch is a smaller step
     (``drop_tail`` skips it); a rank that gets none of it computes a sample with weight 0.
 
-    ``global_batch_size`` is the number of samples of a step over all ranks. ``micro_batch_size`` is the number that a rank
-    computes at once. ``accumulation`` is the number of micro-batches
-    per rank and step. ``collate`` makes a batch of a list of samples (default: torch's).
+    ``global_batch_size`` is the number of samples of a step over all ranks. ``micro_batch_size`` is
+    the number that a rank computes at once. ``collate`` makes a batch of a list of samples (default:
+    torch's).
 
-    ``workers`` are processes of torch's DataLoader that read ahead; their random numbers for a micro-batch depend on
-    the seed, the epoch and the first sample of the micro-batch. With ``random_per_sample``, what the dataset draws
-    from Python, torch and numpy depends on the seed, the epoch and the sample alone; otherwise, with 0 workers, it
-    draws from this process's random states.
+    ``workers`` are processes of torch's DataLoader that read ahead; their random numbers for a
+    micro-batch depend on the seed, the epoch and the first sample of the micro-batch. Without workers,
+    the dataset draws from this process's random states.
     """
 
     def __init__(
@@ -115,21 +88,18 @@ class BatchLoader:
         *,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
-        accumulation: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_tail: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
-        pin_memory: bool | None = None,
-        random_per_sample: bool = False,
     ) -> None:
         self.portions: BatchSplit = split_batch(
             world.world_size,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            accumulation=accumulation,
         )
+        whole = self.portions.global_batch_size
         self.workers = workers
         self._world = world
         self._seed = seed
@@ -137,24 +107,24 @@ class BatchLoader:
         self._size = _size_of(dataset)
         self._end = self._size
         if drop_tail:
-            self._end -= self._size % self.portions.global_batch_size
+            self._end -= self._size % whole
         if not self._end:
             raise Impossible(
                 f"an epoch of {self._size} samples has no full step",
-                why=f"a global batch has {self.portions.global_batch_size} samples, and drop_tail "
-                "skips incomplete batches",
+                why=f"a global batch has {whole} samples, and drop_tail skips incomplete batches",
                 fix="use a smaller global_batch_size, or drop_tail=False",
             )
-        self._slices = self.portions.slices(self.portions.global_batch_size, world.global_rank)
+        self._slices = {
+            samples: self.portions.slices(samples, world.global_rank)
+            for samples in (whole, self._end % whole)
+        }
         self._identity = {"size": self._size, "seed": seed, "shuffle": shuffle}
         if hasattr(dataset, "identity"):  # it knows more about its content than its size
             self._identity["data"] = dataset.identity()
-        self._micro_batches = MicroBatches(
-            dataset, collate=collate, seed=seed, random_per_sample=random_per_sample
-        )
-        self._pin_memory = world.device.type == "cuda" if pin_memory is None else pin_memory
+        self._micro_batches = MicroBatches(dataset, collate=collate, seed=seed)
+        self._pins_memory = world.device.type == "cuda"
         self._dataloader: DataLoader[Any] | None = None
-        self._ranges: Iterator[SampleRange] = iter(())  # that the workers read
+        self._sampler = Ranges()
         self._position = (0, 0)  # epoch, and how many of its samples were yielded
         self._resume: tuple[int, int] | None = None
 
@@ -162,14 +132,10 @@ class BatchLoader:
         """Return how many steps an epoch has, the same on every rank."""
         return -(-self._end // self.portions.global_batch_size)
 
-    def epoch(self, epoch: int, *, begin: int = 0) -> Generator[Step, None, None]:
-        """Yield the steps of an epoch, from step ``begin`` on; earlier steps are not read.
-
-        After :meth:`restore`, the restored epoch continues from its position if no ``begin`` is
-        given.
-        """
-        start = begin * self.portions.global_batch_size
-        if self._resume is not None and not begin and self._resume[0] == epoch:
+    def epoch(self, epoch: int) -> Generator[Step, None, None]:
+        """Yield the steps of an epoch; after :meth:`restore`, those after the position, and read only them."""
+        start = 0
+        if self._resume is not None and self._resume[0] == epoch:
             start = self._resume[1]
         self._resume = None
         self._position = (epoch, start)
@@ -195,45 +161,45 @@ class BatchLoader:
 
     def _read(self, epoch: int, start: int) -> Iterator[MicroBatch]:
         """Read this rank's micro-batches, from a position of the epoch on."""
-        order = sample_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        batches = self._batches(order, epoch, start)
+        ranges = self._ranges(epoch, start)
         device = self._world.device
-        pin = self._pin_memory and not self.workers  # workers' batches are pinned already
-        for chosen, batch in zip(self._split(order, epoch, start), batches, strict=False):
-            if device.type != "cpu":
+        if self.workers:
+            batches = self._read_by_workers(ranges)
+        else:
+            batches = map(self._micro_batches.__getitems__, ranges)
+        for chosen, batch in batches:
+            if device.type != "cpu":  # what workers read is pinned already
+                pin = self._pins_memory and not self.workers
                 batch = move_to_device(batch, device, pin=pin)
             yield MicroBatch(batch=batch, samples=chosen.samples, indices=chosen.indices)
 
-    def _batches(self, order: torch.Tensor, epoch: int, start: int) -> Iterator[Any]:
-        """Read in this process, or in worker processes that live for all epochs."""
-        ranges = self._split(order, epoch, start)
-        if not self.workers:
-            yield from map(self._micro_batches.__getitems__, ranges)
-            return
+    def _read_by_workers(self, ranges: Iterator[SampleRange]) -> Iterator[tuple[SampleRange, Any]]:
+        """Read in processes that live for all epochs."""
         if self._dataloader is None:
             self._dataloader = DataLoader(
                 self._micro_batches,  # type: ignore[arg-type]  # it has __getitems__
-                batch_sampler=_Ranges(self),  # type: ignore[arg-type]
+                batch_sampler=self._sampler,  # type: ignore[arg-type]
                 collate_fn=_collated,
                 num_workers=self.workers,
                 persistent_workers=True,
-                pin_memory=self._pin_memory,
+                pin_memory=self._pins_memory,
                 worker_init_fn=IgnoreSignalsInWorkers(),
                 # Without a generator, it would draw from the process's random state at every epoch.
                 generator=torch.Generator().manual_seed(self._seed),
             )
-        self._ranges = ranges
+        self._sampler.ranges = ranges
         for batch in self._dataloader:
             yield batch
-            if self._ranges is not ranges:
+            if self._sampler.ranges is not ranges:
                 raise Impossible(
                     "two epochs of one loader were read at the same time",
                     why="its workers read for one epoch at a time",
                     fix="finish or close one epoch before the next, or create a second loader",
                 )
 
-    def _split(self, order: torch.Tensor, epoch: int, start: int) -> Iterator[SampleRange]:
+    def _ranges(self, epoch: int, start: int) -> Iterator[SampleRange]:
         """Yield the samples of each of this rank's micro-batches."""
+        order = sample_order(self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         whole = self.portions.global_batch_size
         for begin in range(start, self._end, whole):
             step = order[begin : min(begin + whole, self._end)]
@@ -244,9 +210,9 @@ class BatchLoader:
 
     def _slices_of(self, samples: int) -> list[slice]:
         """Return this rank's micro-batches in a step of this size."""
-        if samples == self.portions.global_batch_size:
-            return self._slices
-        return self.portions.slices(samples, self._world.global_rank)
+        if samples not in self._slices:  # resumed with another global batch size
+            self._slices[samples] = self.portions.slices(samples, self._world.global_rank)
+        return self._slices[samples]
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last yielded step, independent of the number of ranks."""
@@ -273,19 +239,29 @@ class BatchLoader:
         self._dataloader = None
 
 
-class _Ranges:
-    """The ``batch_sampler``: what the workers of a loader read in the current epoch."""
+class Ranges:
+    """The ``batch_sampler`` of the workers' DataLoader: what they read in the current epoch."""
 
-    def __init__(self, loader: BatchLoader) -> None:
-        self._loader = loader
+    def __init__(self) -> None:
+        self.ranges: Iterator[SampleRange] = iter(())
 
     def __iter__(self) -> Iterator[SampleRange]:
-        return self._loader._ranges
+        return self.ranges
 
 
 def _collated(batch: Any) -> Any:
     """Return a batch unchanged: it was collated where it was read."""
     return batch
+
+
+def _tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of a plain TensorDataset, whose rows can be indexed at once."""
+    if type(dataset) is not TensorDataset:
+        return None
+    for tensor in dataset.tensors:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+    return dataset.tensors
 
 
 def _size_of(dataset: Any) -> int:

@@ -1,6 +1,5 @@
 """Create the loader for a dataset: map-style, or iterable."""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -11,30 +10,15 @@ from torchmuster.train.data.step import Loader
 from torchmuster.train.world import World
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderSpec:
-    """Batch sizes, workers and order."""
-
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    seed: int = 0
-    shuffle: bool = True
-    workers: int = 0
-
-    def in_order(self) -> "LoaderSpec":
-        """Return the same settings without shuffling, for evaluation."""
-        return replace(self, shuffle=False)
-
-
-def loader_for(samples: Any, world: World, batches: LoaderSpec) -> Loader:
-    """Return the loader for these samples."""
+def loader_for(samples: Any, world: World, **options: Any) -> Loader:
+    """Return the loader for these samples; ``options`` are those that both loaders have."""
     if isinstance(samples, DataLoader):
         raise Impossible(
             "the data is a DataLoader, but a dataset is needed",
             why="Muster decides which rank reads which samples, and in which order",
             fix="return the dataset of the DataLoader; batch sizes and workers are settings",
         )
-    options: dict[str, Any] = {**vars(batches), "collate": getattr(samples, "collate", None)}
+    options["collate"] = getattr(samples, "collate", None)
     has_index = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
     if has_index and not isinstance(samples, IterableDataset):
         return BatchLoader(samples, world, **options)

@@ -16,9 +16,9 @@ def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, torch.Tensor) or hasattr(batch, "to"):
         return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(one, change) for one in batch))
+        return type(batch)(*(map_tensors(part, change) for part in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(one, change) for one in batch)
+        return type(batch)(map_tensors(part, change) for part in batch)
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, change) for key, value in batch.items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -34,12 +34,12 @@ def move_to_device(batch: Any, device: torch.device, *, pin: bool = False) -> An
     ``pin`` copies a batch to pinned memory first: a copy from other memory waits for the device.
     """
 
-    def move(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            if pin and one.device.type == "cpu":
-                one = one.pin_memory()
-            return one.to(device, non_blocking=True)
-        return one.to(device)
+    def move(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            if pin and part.device.type == "cpu":
+                part = part.pin_memory()
+            return part.to(device, non_blocking=True)
+        return part.to(device)
 
     return map_tensors(batch, move)
 

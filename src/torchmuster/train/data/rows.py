@@ -33,7 +33,7 @@ def lay_out(documents: Iterable[Tokens], length: int, *, pack: bool, whole: bool
     ``whole`` documents are at most as long as a row, and are never cut: they are placed so that few
     tokens are padding. Other documents continue in the next row.
     """
-    parts = list(documents)
+    parts = [document for document in documents if document.ids]
     if not whole:
         parts = _cut(parts, length, pack=pack)
         if pack:

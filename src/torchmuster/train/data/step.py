@@ -39,12 +39,8 @@ class Step:
 class Loader(Protocol):
     """A source of steps. All ranks get the same number of steps."""
 
-    def epoch(self, epoch: int, *, begin: int = 0) -> Iterator[Step]:
-        """Yield the steps of an epoch, from step ``begin`` on.
-
-        After :meth:`restore`, the epoch of the restored position continues from there if no
-        ``begin`` is given.
-        """
+    def epoch(self, epoch: int) -> Iterator[Step]:
+        """Yield the steps of an epoch; after :meth:`restore`, those after the restored position."""
         ...
 
     def steps_in_epoch(self) -> int | None:
@@ -59,5 +55,5 @@ class Loader(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a position, also one saved by another number of ranks."""
+        """Continue after a saved position."""
         ...

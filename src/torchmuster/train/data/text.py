@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +287,8 @@ def record_lines(path: Path) -> Iterator[int]:
                     yield number
     else:
         datasets = import_datasets(f"{path} needs")
-        one_file = datasets.load_dataset(_builder(str(path)), data_files=[str(path)], split="train")
-        yield from range(1, len(one_file) + 1)
+        loaded = datasets.load_dataset(_builder(str(path)), data_files=[str(path)], split="train")
+        yield from range(1, len(loaded) + 1)
 
 
 def open_dataset(name_or_path: str, options: Mapping[str, Any] | None = None) -> Records:
@@ -435,7 +436,7 @@ class _Preparation:
         documents = []
         counts = self._counts
         counts["records"] += len(records)
-        for number, document in zip(indices, self._convert.each(records), strict=True):
+        for number, document in zip(indices, self._convert.documents(records), strict=True):
             if isinstance(document, MusterError):
                 self._wrong.append((number, document))
                 continue
@@ -508,14 +509,14 @@ def refuse_records(records: Records, wrong: Sequence[tuple[int, MusterError]], t
 
 
 class TextStream(torch.utils.data.IterableDataset[Row]):
-    """Rows of a streamed data set, packed in order; it resumes by the data set's own state."""
+    """Rows of a streamed data set, 1,000 records at a time; it resumes by the data set's own state."""
 
     def __init__(self, records: Records, text: TextFormat) -> None:
         self._records = records
         self._text = text
         self._convert = RecordTokenizer(text.record, text.tokenizer)
         self.collate = None if text.pack else collate_rows
-        # The data set's state before the document of the next token, and its tokens used by then.
+        # The data set's state before a block of records, and the rows of it that were used.
         self._position: dict[str, Any] = {"dataset": None, "used": 0}
         self._begin = self._position
 
@@ -539,38 +540,26 @@ class TextStream(torch.utils.data.IterableDataset[Row]):
         self._position = self._begin = state
 
     def __iter__(self) -> Iterator[Row]:
-        length, pack, whole = self._text.sequence_length, self._text.pack, self._text.is_whole
-        dataset = self._records.dataset
+        text, dataset = self._text, self._records.dataset
         before, used = self._begin["dataset"], self._begin["used"]
         self._begin = {"dataset": None, "used": 0}  # for the next iteration
         if before is not None:
             dataset.load_state_dict(before)
-        parts: list[Tokens] = []
-        filled = 0
-        for record in dataset:
-            document = self._document(record)
-            if whole and parts and filled + len(document.ids) > length:
-                self._position = {"dataset": before, "used": 0}
-                yield self._row(parts)
-                parts, filled = [], 0
-            while used < len(document.ids):
-                end = used + length - filled
-                labels = None if document.labels is None else document.labels[used:end]
-                part = Tokens(document.ids[used:end], labels)
-                parts.append(part)
-                filled += len(part.ids)
-                used += len(part.ids)
-                if filled == length or not pack:
-                    self._position = {"dataset": before, "used": used}
-                    yield self._row(parts)
-                    parts, filled = [], 0
+        records = iter(dataset)
+        while True:
+            block = list(islice(records, RECORDS_AT_ONCE))
+            if not block:
+                break
+            documents = [self._document(record) for record in block]
+            rows = lay_out(documents, text.sequence_length, pack=text.pack, whole=text.is_whole)
+            for number in range(used, len(rows)):
+                self._position = {"dataset": before, "used": number + 1}
+                yield row_of(rows[number], text.sequence_length, masked=not text.pack)
             before, used = dataset.state_dict(), 0
         self._position = {"dataset": before, "used": 0}
-        if parts:
-            yield self._row(parts)
 
     def _document(self, record: Any) -> Tokens:
-        (document,) = self._convert.each([record])
+        (document,) = self._convert.documents([record])
         if isinstance(document, MusterError):
             raise MusterError(
                 f"a record of {self._records.name} cannot be used: {document.what}",
@@ -578,7 +567,3 @@ class TextStream(torch.utils.data.IterableDataset[Row]):
                 fix=document.fix,
             )
         return truncated(document, self._text.sequence_length) if self._text.is_whole else document
-
-    def _row(self, parts: list[Tokens]) -> Row:
-        (layout,) = lay_out(parts, self._text.sequence_length, pack=True, whole=False)
-        return row_of(layout, self._text.sequence_length, masked=not self._text.pack)

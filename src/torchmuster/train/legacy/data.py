@@ -77,12 +77,12 @@ def reduce_mean(value: Value, world_size: int | None = None) -> Value:
     world = present_world(world_size=world_size)
     if not isinstance(value, torch.Tensor):
         return sum_over_ranks([value], world)[0] / world.world_size
-    kept = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     if world.world_size == 1:
-        return value.detach().to(kept, copy=True)
+        return value.detach().to(dtype, copy=True)
     mean = value.detach().to(world.device, most_exact_type(world.device), copy=True)
     dist.all_reduce(mean)
-    return (mean / world.world_size).to(value.device, kept)
+    return (mean / world.world_size).to(value.device, dtype)
 
 
 def sync_gradients(model: nn.Module) -> None:
@@ -92,8 +92,8 @@ def sync_gradients(model: nn.Module) -> None:
     in one all-reduce. A gradient that exists on some ranks only counts as 0 on the others.
     """
     world = present_world()
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    if any(isinstance(one, DTensor) for one in parameters):
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise Impossible(
             "sync_gradients cannot average the gradients of this model: they are sharded",
             why="each rank holds a different part; FSDP has already averaged them in the "
@@ -102,7 +102,7 @@ def sync_gradients(model: nn.Module) -> None:
         )
     if world.world_size == 1:
         return
-    holders = sum_over_ranks([float(one.grad is not None) for one in parameters], world)
+    holders = sum_over_ranks([float(parameter.grad is not None) for parameter in parameters], world)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for parameter, ranks in zip(parameters, holders, strict=True):
         if ranks == 0:
@@ -111,10 +111,10 @@ def sync_gradients(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
         alike[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
     for gradients in alike.values():
-        together = torch.cat([one.reshape(-1) for one in gradients])
+        together = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(together)
         together /= world.world_size
-        parts = torch.split(together, [one.numel() for one in gradients])
+        parts = torch.split(together, [gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, parts, strict=True):
             gradient.copy_(mean.view_as(gradient))
 

@@ -33,7 +33,6 @@ from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import (
     World,
     all_gather_object,
-    most_exact,
     most_exact_type,
     sum_over_ranks,
 )
@@ -120,42 +119,10 @@ def loss_and_count(
     return loss, None
 
 
-class LossSum:
-    """Sums losses of this rank without waiting for the device; the mean is a collective."""
-
-    def __init__(self) -> None:
-        self._total: torch.Tensor | float = 0.0
-        self._count: torch.Tensor | float = 0.0
-
-    def add(self, loss: torch.Tensor, samples: int, counted: torch.Tensor | int | None) -> None:
-        """Add a micro-batch: the mean of its samples, or a total with its count."""
-        if samples == 0:
-            return
-        if counted is None:
-            loss, counted = loss * samples, samples
-        self._total = self._total + most_exact(loss.detach())
-        self._count = self._count + counted
-
-    def forget_if(self, skipped: torch.Tensor) -> None:
-        """Reset the sum if ``skipped`` is not 0; the host does not wait for it."""
-
-        def kept(number: torch.Tensor | float) -> torch.Tensor:
-            if not isinstance(number, torch.Tensor):
-                dtype = most_exact_type(skipped.device)
-                number = torch.full((), number, dtype=dtype, device=skipped.device)
-            return number.where(skipped == 0, 0)
-
-        self._total, self._count = kept(self._total), kept(self._count)
-
-    def take_over(self, other: "LossSum") -> None:
-        """Add another sum."""
-        self._total = self._total + other._total
-        self._count = self._count + other._count
-
-    def mean(self, world: World) -> float:
-        """Return the mean over the counts of all ranks (a collective)."""
-        total, count = sum_over_ranks([float(self._total), float(self._count)], world)
-        return total / count if count else float("nan")
+def mean_of(sums: torch.Tensor, world: World) -> float:
+    """Return the mean of a loss from its total and count, over all ranks (a collective)."""
+    total, count = sum_over_ranks(sums.tolist(), world)
+    return total / count if count else float("nan")
 
 
 def train_epoch(
@@ -166,34 +133,39 @@ def train_epoch(
     world: World,
     *,
     precision: Precision = FP32,
-    on_step: Callable[[LossSum], None] = lambda losses: None,
+    on_step: Callable[[torch.Tensor], None] = lambda sums: None,
 ) -> float:
-    """Train on these steps; return the mean loss of all ranks. ``on_step`` gets each step's losses.
+    """Train on these steps; return the mean loss of all ranks.
 
-    Losses of a skipped step do not count.
+    ``on_step`` gets the total and the count of each step's losses on this rank; both are 0 for a skipped step.
+    Nothing waits for the device.
     """
     model.train()
-    whole = LossSum()
+    whole = torch.zeros(2, dtype=most_exact_type(world.device), device=world.device)
     done = 0
     skipped: torch.Tensor | float = 0.0
     for step in steps:
-        of_step = LossSum()
+        sums = torch.zeros_like(whole)
         for micro in update.accumulate(step):
             inputs, targets = inputs_and_targets(micro.batch)
             with precision.autocast(world.device):
                 loss, counted = loss_and_count(criterion, model(*inputs), targets)
             update.backward(loss, counted)
-            of_step.add(loss, micro.samples, counted)
+            if micro.samples:
+                if counted is None:
+                    loss, counted = loss * micro.samples, micro.samples
+                sums[0] += loss.detach()
+                sums[1] += counted
         outcome = update.apply()
         skipped = skipped + outcome.found_inf
-        of_step.forget_if(outcome.found_inf)  # skipped steps are not reported
-        whole.take_over(of_step)
+        sums = sums.where(outcome.found_inf == 0, 0)
+        whole += sums
         done += 1
-        on_step(of_step)
+        on_step(sums)
     update.settle()
     if number := int(skipped):
         _log.warning("%d of %d steps were skipped: their gradients were not finite", number, done)
-    return whole.mean(world)
+    return mean_of(whole, world)
 
 
 class DDPTrainer:
@@ -334,7 +306,8 @@ class ProductionTrainer:
         folder = config.tensorboard_folder
         self._board = Board(None if folder is None else Path(folder), world)
         self._steps = 0  # since the beginning of the run
-        self._losses = LossSum()  # since the last point of the curve
+        # Total and count since the last point of the curve.
+        self._losses = torch.zeros(2, dtype=most_exact_type(world.device), device=world.device)
 
     def train_epoch(self, epoch: int) -> float:
         """Train on every batch once; return the mean loss over all samples of all ranks."""
@@ -372,7 +345,9 @@ class ProductionTrainer:
             self._world,
             precision=self.precision.value,
         )
-        self._board.write({f"validation/{name}": one for name, one in found.items()}, self._steps)
+        self._board.write(
+            {f"validation/{name}": value for name, value in found.items()}, self._steps
+        )
         return found
 
     def save_checkpoint(self, epoch: int) -> Path:
@@ -399,15 +374,15 @@ class ProductionTrainer:
         self.scheduler.load_state_dict(saved["schedule"])
         self._update.restore(saved["update"])
         self._steps = int(saved["step"])
-        self._losses = LossSum()
-        kept = saved["random"]
-        if len(kept) == self._world.world_size:
-            seeds.load_random_states(kept[self._world.global_rank], self._world)
+        self._losses.zero_()
+        states = saved["random"]
+        if len(states) == self._world.world_size:
+            seeds.load_random_states(states[self._world.global_rank], self._world)
         elif self._world.is_first:
             _log.warning(
                 "%s was saved by %d ranks, but there are %d now: random numbers (dropout) are reseeded",
                 path,
-                len(kept),
+                len(states),
                 self._world.world_size,
             )
         return int(saved["epoch"])
@@ -416,18 +391,18 @@ class ProductionTrainer:
         """Flush the curves."""
         self._board.close()
 
-    def _note(self, losses: LossSum) -> None:
+    def _note(self, sums: torch.Tensor) -> None:
         self._steps += 1
-        self._losses.take_over(losses)
+        self._losses += sums
         if self._steps % self.config.log_every == 0:
             self._board.write(
                 {
-                    "train/loss": self._losses.mean(self._world),
+                    "train/loss": mean_of(self._losses, self._world),
                     "train/learning_rate": float(self.scheduler.get_last_lr()[0]),
                 },
                 self._steps,
             )
-            self._losses = LossSum()
+            self._losses.zero_()
 
     def _measure(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         inputs, targets = inputs_and_targets(batch)

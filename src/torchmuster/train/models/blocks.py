@@ -105,12 +105,15 @@ _KEPT_NAMES = (
 )
 
 
-def recompute_blocks(model: nn.Module, kind: Kind = "full", *, every: int = 1) -> Decision[int]:
-    """Recompute the activations of every Nth block in the backward; return how many blocks.
+def recompute_blocks(model: nn.Module, how: Kind | int = "full") -> Decision[int]:
+    """Recompute the activations of the model's repeated layers in the backward; return of how many.
 
-    ``full`` keeps only the inputs of a block. ``selective`` also keeps the results of matrix
-    products, convolutions and attention, which take most of the time and a part of the memory.
+    ``full`` keeps only the inputs of a layer, and an integer N does so in every Nth layer. ``selective``
+    also keeps the results of matrix products, convolutions and attention, which take most of the
+    time and a part of the memory.
     """
+    kind: Kind = "selective" if how == "selective" else "full"
+    every = how if isinstance(how, int) else 1
     blocks = repeated_blocks(model)
     if not blocks:
         raise Impossible(

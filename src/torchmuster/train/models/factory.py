@@ -185,7 +185,9 @@ def check_tokens(config: Any, *, vocabulary: int | None, sequence_length: int) -
 
 def lost_updates(model: nn.Module) -> str:
     """Return a warning about 16-bit weights that were not requested; None if there are none."""
-    types = {one.dtype for one in model.parameters() if one.requires_grad} & _SIXTEEN_BITS
+    types = {
+        parameter.dtype for parameter in model.parameters() if parameter.requires_grad
+    } & _SIXTEEN_BITS
     if not types:
         return ""
     return (
@@ -196,7 +198,7 @@ def lost_updates(model: nn.Module) -> str:
 
 def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[Precision]:
     """Add a note to precision fp32 if weights have fewer bits: they then determine the dtype."""
-    types = {one.dtype for one in model.parameters()} & _SIXTEEN_BITS
+    types = {parameter.dtype for parameter in model.parameters()} & _SIXTEEN_BITS
     if not types or chosen.value.compute is not torch.float32:
         return chosen
     more = f"; the weights are {_dtype_names(types)}, and so is the computation with them"
@@ -204,4 +206,4 @@ def with_weights_of(model: nn.Module, chosen: Decision[Precision]) -> Decision[P
 
 
 def _dtype_names(types: Iterable[torch.dtype]) -> str:
-    return " and ".join(sorted(str(one).removeprefix("torch.") for one in types))
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))

@@ -130,12 +130,14 @@ def weights_for_4_bits(sketch: nn.Module) -> set[int]:
     """Return the ids of the parameters that :func:`four_bit_options` loads in 4 bits."""
     output = getattr(sketch, "get_output_embeddings", lambda: None)()
     return {
-        id(one.weight)
-        for one in sketch.modules()
-        if (isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D")  # GPT-2's linear layer
-        and one is not output
-        and isinstance(one.weight, nn.Parameter)
-        and not one.weight.requires_grad
+        id(module.weight)
+        for module in sketch.modules()
+        if (
+            isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        )  # GPT-2's linear layer
+        and module is not output
+        and isinstance(module.weight, nn.Parameter)
+        and not module.weight.requires_grad
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from torchmuster.train.seeds import kept_random_states, seed_cpu
+from torchmuster.train.seeds import preserved_random_states, seed_cpu
 from torchmuster.train.world import World
 
 Build = Callable[[], nn.Module]
@@ -49,14 +49,14 @@ def build_for(
 
 def build_whole(build: Build, *, seed: int) -> nn.Module:
     """Build a model with its values; the caller's random state is restored."""
-    with kept_random_states():
+    with preserved_random_states():
         seed_cpu(seed)
         return build()
 
 
 def build_on_meta(build: Build) -> nn.Module:
     """Build a model without memory for its parameters; with memory if its code needs their values."""
-    with kept_random_states():
+    with preserved_random_states():
         seed_cpu(0)
         try:
             with _parameters_on_meta():

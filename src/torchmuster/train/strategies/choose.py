@@ -70,8 +70,8 @@ def memory_of_each_rank(world: World) -> int | None:
 
     Ranks on the CPUs of one host share its memory.
     """
-    told = all_gather_object(_memory_bytes(world), world)
-    return None if None in told else min(told)
+    sizes_bytes = all_gather_object(_memory_bytes(world), world)
+    return None if None in sizes_bytes else min(sizes_bytes)
 
 
 def _memory_bytes(world: World) -> int | None:
@@ -88,7 +88,7 @@ def _memory_bytes(world: World) -> int | None:
 
 
 def choose_strategy(
-    asked: Literal["auto", "single", "ddp", "fsdp"],
+    requested: Literal["auto", "single", "ddp", "fsdp"],
     *,
     ranks: int,
     sizes: ModelSizes,
@@ -100,7 +100,7 @@ def choose_strategy(
     ``memory_bytes`` is the memory of the rank with the least; None if unknown. ``sharding`` is the
     sharding requested for fsdp; None if none was.
     """
-    if asked == "single" and ranks > 1:
+    if requested == "single" and ranks > 1:
         raise Impossible(
             f"strategy single was requested with {ranks} ranks",
             why="each rank would train its own model",
@@ -109,12 +109,12 @@ def choose_strategy(
     if sharding is not None and sharding.kind == "no_shard":
         _refuse_options_of_fsdp("no_shard", sharding.cpu_offload or sharding.shard_size is not None)
         return Decision(value="ddp", reason="ddp: no_shard means a copy on each rank")
-    if asked in ("single", "ddp"):
-        _refuse_options_of_fsdp(asked, sharding is not None)
-    if asked != "auto":
-        return Decision(value=asked, reason=f"{asked}: requested")
+    if requested in ("single", "ddp"):
+        _refuse_options_of_fsdp(requested, sharding is not None)
+    if requested != "auto":
+        return Decision(value=requested, reason=f"{requested}: requested")
     if sharding is not None and (ranks > 1 or sharding.cpu_offload):
-        return Decision(value="fsdp", reason=f"fsdp: {_asked_of_fsdp(sharding)} needs sharding")
+        return Decision(value="fsdp", reason=f"fsdp: {_fsdp_option(sharding)} needs sharding")
     if ranks == 1:
         return Decision(value="single", reason="single: there is one rank")
     return _by_room(ranks, sizes.states_bytes, memory_bytes)
@@ -145,7 +145,7 @@ def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decisio
     return Decision(value="fsdp", reason=reason)
 
 
-def _asked_of_fsdp(sharding: "Sharding") -> str:
+def _fsdp_option(sharding: "Sharding") -> str:
     return "fsdp_cpu_offload" if sharding.cpu_offload else sharding.kind
 
 

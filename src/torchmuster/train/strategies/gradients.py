@@ -86,7 +86,7 @@ def measure_gradient_shards(
         dist.all_reduce(marks, op=dist.ReduceOp.MAX)
         uneven = _are_uneven(marks)
         return GradientNorm(torch.maximum(marks[0].float(), uneven), None, uneven, uneven_error)
-    asked = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
+    marking = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
     total = torch.zeros((), device=device)
     for groups, pieces in _by_groups(parameters).items():
         squares = nn.utils.get_total_norm(pieces).to(device, torch.float32).square()
@@ -94,7 +94,7 @@ def measure_gradient_shards(
             dist.all_reduce(squares, group=group)
         total += squares
     total = total.sqrt()
-    asked.wait()
+    marking.wait()
     uneven = _are_uneven(marks)
     return GradientNorm(torch.maximum(has_non_finite(total), uneven), total, uneven, uneven_error)
 
@@ -111,9 +111,9 @@ def _by_groups(
     A group without any shard here is included: other ranks may have one.
     """
     by_spread: dict[Any, list[torch.Tensor]] = {}
-    for one in parameters:
-        gradient = one.grad
-        held: torch.Tensor = one if gradient is None else gradient
+    for parameter in parameters:
+        gradient = parameter.grad
+        held: torch.Tensor = parameter if gradient is None else gradient
         spread = (held.device_mesh, held.placements) if isinstance(held, DTensor) else None
         pieces = by_spread.setdefault(spread, [])
         if gradient is not None:
@@ -149,8 +149,8 @@ def found_inf_in(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     if not gradients:
         return torch.zeros((), device=device)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for one in gradients:
-        dense = sparse_values(one) if one.is_sparse else one
+    for gradient in gradients:
+        dense = sparse_values(gradient) if gradient.is_sparse else gradient
         if dense.is_complex():
             dense = torch.view_as_real(dense.resolve_conj())
         by_dtype.setdefault(dense.dtype, []).append(dense)
@@ -158,8 +158,10 @@ def found_inf_in(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     found = torch.zeros((), device=device)
     for dtype, alike in by_dtype.items():
         if dtype in _SCALED and non_finite_check is not None:
-            non_finite_check(alike, found, _one(device))
-        elif some := [one for one in alike if one.numel()]:  # an empty tensor has no maximum
+            non_finite_check(alike, found, _unit(device))
+        elif some := [
+            tensor for tensor in alike if tensor.numel()
+        ]:  # an empty tensor has no maximum
             # The maximum, because squares could overflow where the gradients do not.
             largest = nn.utils.get_total_norm(some, float("inf"))
             torch.maximum(found, largest.isfinite().logical_not(), out=found)
@@ -167,5 +169,5 @@ def found_inf_in(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
 
 
 @functools.cache
-def _one(device: torch.device) -> torch.Tensor:
+def _unit(device: torch.device) -> torch.Tensor:
     return torch.ones((), device=device)

@@ -79,7 +79,7 @@ def load_training_state_dict(
     A parameter that never had a gradient has no optimizer state, and gets none here. A state may
     lack all frozen parameters, which then keep their values.
     """
-    whole = not any(isinstance(one, DTensor) for one in state.get("model", {}).values())
+    whole = not any(isinstance(tensor, DTensor) for tensor in state.get("model", {}).values())
     only_first = not all(all_gather_object("model" in state, world))
     options = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=only_first)
     if not only_first:
@@ -90,8 +90,12 @@ def load_training_state_dict(
         own = dict(state.get("optimizer", {}))
         if "param_groups" in own:
             own["param_groups"] = _regrouped(own["param_groups"], model, optimizer)
-        kept = [one for of_one in own.get("state", {}).values() for one in of_one.values()]
-        if not only_first and not any(isinstance(one, torch.Tensor) for one in kept):
+        tensors = [
+            tensor
+            for of_parameter in own.get("state", {}).values()
+            for tensor in of_parameter.values()
+        ]
+        if not only_first and not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             options = StateDictOptions()  # plain SGD has no state; torch would look for its device
         options.strict = only_first
         dcp.set_optimizer_state_dict(model, optimizer, own, options=options)
@@ -109,11 +113,11 @@ def _lacks_frozen(given: Collection[str], model: nn.Module) -> bool:
 
 
 def _forget_all_but(
-    kept: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer
+    names: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Remove states that torch has created for parameters without one: they count a step."""
     for name, parameter in model.named_parameters():
-        if own_name(name) not in kept:
+        if own_name(name) not in names:
             optimizer.state.pop(parameter, None)
 
 
@@ -124,9 +128,9 @@ def _regrouped(
     names = {id(parameter): own_name(name) for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
-        members = [names[id(one)] for one in group["params"]]
-        found = [one for one in saved if not set(members).isdisjoint(one["params"])]
-        options = [{key: one[key] for key in one if key != "params"} for one in found]
+        members = [names[id(parameter)] for parameter in group["params"]]
+        found = [entry for entry in saved if not set(members).isdisjoint(entry["params"])]
+        options = [{key: entry[key] for key in entry if key != "params"} for entry in found]
         if not options or any(option != options[0] for option in options):
             raise Impossible(
                 "the checkpoint has other parameter groups than this run's optimizer",

@@ -1,7 +1,6 @@
 """AMD GPUs from sysfs: trees with values recorded on real machines."""
 
 import tempfile
-import timeit
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -241,63 +240,6 @@ def test_the_parts_of_a_partitioned_gpu_are_told_apart(root: Path) -> None:
     assert {(device.total_bytes, device.used_bytes) for device in devices} == {(24 * GiB, None)}
 
 
-def add_desktop(root: Path, used: int = 1 * GiB) -> None:
-    """An RX 7900 XTX beside the small GPU of a Ryzen 7000, which ROCm enumerates as well."""
-    add_cpu_node(root)
-    card = {
-        "revision": "0xc8",
-        "mem_info_vram_total": 25753026560,
-        "mem_info_vram_used": used,
-        "gpu_busy_percent": 65535,
-        "hwmon/hwmon4/temp1_label": "edge",
-        "hwmon/hwmon4/temp1_input": 52000,
-        "hwmon/hwmon4/temp2_label": "junction",
-        "hwmon/hwmon4/temp2_input": 61000,
-        "hwmon/hwmon4/temp2_crit": 110000,
-    }
-    add_card(root, "0000:03:00.0", card)
-    small = {
-        "revision": "0xc1",
-        "mem_info_vram_total": 512 * MiB,
-        "mem_info_vram_used": 20 * MiB,
-        "hwmon/hwmon4/temp1_label": "edge",
-        "hwmon/hwmon4/temp1_input": 44000,
-    }
-    add_card(root, "0000:0f:00.0", small)
-    serial = 0x7F2A6C1B9D3E4850
-    add_node(
-        root, 1, gpu_id=56524, location=0x300, device=0x744C, serial=serial, memory=25753026560
-    )
-    add_node(root, 2, gpu_id=40442, location=0xF00, device=0x164E, simds=4, memory=512 * MiB)
-
-
-def test_cards_of_one_chip_are_named_by_their_revision(root: Path) -> None:
-    add_desktop(root)
-    assert read(root)[0].name == "AMD Radeon RX 7900 XTX"
-
-
-def test_an_unknown_gpu_keeps_its_number_or_the_name_of_its_board(root: Path) -> None:
-    add_desktop(root)
-    assert read(root)[1].name == "AMD GPU 0x164e"
-    write(root / "sys/bus/pci/devices/0000:0f:00.0", {"product_name": "A board"})
-    assert read(root)[1].name == "A board"
-
-
-def test_a_gpu_without_a_serial_is_named_by_its_place(root: Path) -> None:
-    add_desktop(root)
-    assert read(root)[1].uuid == "ROCM-0000:0f:00.0"
-
-
-def test_without_a_junction_sensor_the_edge_counts(root: Path) -> None:
-    add_desktop(root)
-    assert (read(root)[1].temperature_c, read(root)[1].slowdown_temperature_c) == (44, None)
-
-
-def test_a_share_beyond_100_is_no_share(root: Path) -> None:
-    add_desktop(root)
-    assert read(root)[0].utilization_percent is None
-
-
 def test_an_apu_offers_the_system_memory_that_rocm_takes(root: Path) -> None:
     """A Strix Halo with a 512 MiB carve-out: KFD states what can be allocated."""
     files = {
@@ -325,14 +267,6 @@ def test_a_gpu_of_another_container_is_not_counted(root: Path) -> None:
     assert (device.index, device.uuid) == (0, "GPU-0011a5f1d2cb7b2d")
 
 
-def test_graphics_that_rocm_cannot_use_are_noted(root: Path) -> None:
-    add_card(root, "0000:01:00.0", {})
-    devices, (finding,) = amd.read_amd(root / "sys", root / "dev", [])
-    assert devices == []
-    assert finding.status is Status.NOTE
-    assert "0000:01:00.0" in finding.what
-
-
 def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> None:
     add_mi250x(root)
     (root / "dev/kfd").unlink()
@@ -341,12 +275,6 @@ def test_a_user_who_may_not_open_kfd_is_told_the_group_to_join(root: Path) -> No
     assert finding.status is Status.WARNING
     assert "GPU 0, GPU 1" in finding.what
     assert "usermod -aG render" in finding.fix
-
-
-def test_a_machine_without_amd_costs_nothing(tmp_path: Path) -> None:
-    assert amd.read_amd(tmp_path, tmp_path, []) == ([], [])
-    once = min(timeit.repeat(lambda: amd.read_amd(tmp_path), number=1, repeat=50))
-    assert once < 1e-3
 
 
 BREAKABLE = [

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, GIB, MIB, Scenario, gpu_uuid, process
 from patience import GIVE_UP_S
 from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Ecc, Link, LinkKind
-from torchmuster.devices.readers import nvml, nvml_events, nvml_health
+from torchmuster.devices.readers import nvml
 from torchmuster.finding import Status
 
 Machine = Callable[[Scenario], Path]
@@ -78,14 +77,6 @@ def test_every_field_of_a_busy_a100(machine: Machine) -> None:
     )
 
 
-def test_what_a_consumer_card_does_not_have_is_none(machine: Machine) -> None:
-    machine(scenarios.mixed_consumer())
-    old, _, _, fast = nvml.read_nvml().devices
-    assert (old.name, old.ecc, old.numa_node) == ("NVIDIA GeForce GTX 1080 Ti", None, None)
-    assert not old.mig_enabled
-    assert fast.ecc == Ecc(enabled=False, corrected=None, uncorrected=None)
-
-
 def test_windows_are_told_from_computing(machine: Machine) -> None:
     scenario = scenarios.mixed_consumer()
     both = [process(9, 2 * GIB, kind="graphics"), process(9, 3 * GIB)]
@@ -129,23 +120,6 @@ def test_a_split_gpu_has_slices_each_with_its_own_processes(machine: Machine) ->
     assert (whole.number, whole.mig_enabled) == ("1", False)
 
 
-def test_a_slice_without_a_name_is_named_by_its_size(machine: Machine) -> None:
-    scenario = scenarios.mig()
-    slices = scenario["devices"][0]["mig"]["instances"]
-    slices[0]["errors"] = {"nvmlDeviceGetName": 3}
-    slices[1]["errors"] = {"nvmlDeviceGetName": 3, "nvmlDeviceGetAttributes": 3}
-    machine(scenario)
-    names = [one.name for one in nvml.read_nvml().devices[1:3]]
-    assert names == ["NVIDIA A100-SXM4-80GB MIG 3g.39gb", "NVIDIA A100-SXM4-80GB MIG"]
-
-
-def test_a_gpu_in_mig_mode_may_have_no_slices_yet(machine: Machine) -> None:
-    scenario = scenarios.mig()
-    scenario["devices"][0]["mig"]["instances"] = []
-    machine(scenario)
-    assert [one.number for one in nvml.read_nvml().devices] == ["0", "1"]
-
-
 # How they are joined
 
 
@@ -165,26 +139,6 @@ def test_a_bridge_joins_a_pair_and_pcie_the_others(machine: Machine) -> None:
     found = shorts(nvml.read_nvml().links)
     assert found[(1, 2)] == "NV4"
     assert {short for pair, short in found.items() if pair != (1, 2)} == {"PHB"}
-
-
-def test_the_second_half_of_a_bridge_does_not_count_when_it_is_down(machine: Machine) -> None:
-    scenario = scenarios.mixed_consumer()
-    for end, to in ((1, 2), (2, 1)):
-        scenario["devices"][end]["nvlinks"] = [
-            {"to": to, "lanes": 2, "active": True},
-            {"to": to, "lanes": 2, "active": False},
-        ]
-    machine(scenario)
-    assert shorts(nvml.read_nvml().links)[(1, 2)] == "NV2"
-
-
-def test_islands_of_switches_are_not_joined_by_nvlink(machine: Machine) -> None:
-    machine(scenarios.sixty_four())
-    found = shorts(nvml.read_nvml().links)
-    assert len(found) == 64 * 63 // 2
-    joined = {pair for pair, short in found.items() if short == "NV18"}
-    assert joined == {(a, b) for a, b in found if a // 8 == b // 8}
-    assert {short for pair, short in found.items() if pair not in joined} == {"SYS"}
 
 
 def test_two_gpus_linked_to_a_third_are_not_linked_to_each_other(machine: Machine) -> None:
@@ -248,18 +202,6 @@ def test_a_gpu_lost_while_it_is_asked_keeps_what_it_said(
     assert finding == snapshot
 
 
-def test_a_gpu_without_a_handle_is_listed_all_the_same(machine: Machine) -> None:
-    machine(scenarios.lost_at_handle())
-    reading = nvml.read_nvml()
-    assert [one.index for one in reading.devices] == [0, 1, 2, 3]
-    lost = reading.devices[2]
-    assert (lost.uuid, lost.trouble) == ("GPU-unreadable-2", "GPU is lost")
-    (finding,) = reading.findings
-    assert finding.name == "gpu-unreachable"
-    assert finding.what.startswith("GPU 2 ")
-    assert len(reading.links) == 3
-
-
 def test_a_driver_updated_under_a_running_machine(
     machine: Machine, snapshot: SnapshotAssertion
 ) -> None:
@@ -299,17 +241,6 @@ def test_a_driver_that_does_not_answer(
     assert finding.name == "driver-unusable"
     assert finding.evidence == f"{function}: Unknown Error"
     assert finding == snapshot
-
-
-@pytest.mark.parametrize("code", [15, 999])
-def test_versions_that_the_driver_does_not_say_are_none(machine: Machine, code: int) -> None:
-    scenario = scenarios.eight_a100()
-    names = ("nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion")
-    scenario["driver"]["errors"] = dict.fromkeys(names, code)
-    machine(scenario)
-    reading = nvml.read_nvml()
-    assert (reading.driver_version, reading.cuda_version) == (None, None)
-    assert len(reading.devices) == 8
 
 
 # Function, and the field that it costs if this card does not have it.
@@ -362,25 +293,7 @@ OF_LINKS = [
     "nvmlDeviceGetNvLinkState",
     "nvmlDeviceGetTopologyCommonAncestor",
 ]
-OF_THE_SYSTEM = [
-    "nvmlDeviceGetCount",
-    "nvmlInit",
-    "nvmlShutdown",
-    "nvmlSystemGetCudaDriverVersion",
-    "nvmlSystemGetDriverVersion",
-]
 OF_A_DEVICE = [*FIELDS, NAMELESS, HANDLE, *OF_SLICES, *OF_LINKS]
-
-
-def test_every_function_that_is_called_is_made_to_fail_below() -> None:
-    sources = set(Path(nvml.__file__).parent.glob("nvml*.py"))
-    own_tests = (nvml_health, nvml_events)
-    sources -= {Path(str(one.__file__)) for one in own_tests}
-    text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
-    called = set(re.findall(r"pynvml\.(nvml(?!Clocks|Memory_v)\w+)", text))
-    called |= {f"nvmlDeviceGet{kind}RunningProcesses" for kind in ("Compute", "Graphics")}
-    named = {re.sub(r"(_v\d|V)$", "", one) for one in called}
-    assert named == {*OF_A_DEVICE, *OF_THE_SYSTEM}
 
 
 def busy_and_hot() -> Scenario:
@@ -412,17 +325,6 @@ def test_what_a_card_cannot_say_costs_one_field(machine: Machine, function: str,
         assert getattr(after, name) == getattr(unknown, name)
     assert after.trouble is None
     assert reading.findings == ()
-
-
-def test_counts_of_errors_and_shares_of_processes_may_be_missing_alone(machine: Machine) -> None:
-    scenario = busy_and_hot()
-    missing = ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetProcessUtilization")
-    scenario["devices"][0]["errors"] = dict.fromkeys(missing, 3)
-    machine(scenario)
-    device = nvml.read_nvml().devices[0]
-    assert device.ecc == Ecc(enabled=True, corrected=None, uncorrected=None)
-    assert [one.memory_bytes for one in device.compute_processes] == [22 * GIB, 9 * GIB]
-    assert {one.utilization_percent for one in device.processes} == {None}
 
 
 def test_a_broken_sensor_does_not_take_a_gpu_out_of_service(machine: Machine) -> None:
@@ -488,15 +390,6 @@ def test_slices_that_cannot_be_read_are_told(machine: Machine, function: str) ->
     assert finding.what.startswith("GPU 0 ")
 
 
-def test_slices_of_a_gpu_lost_between_them_are_not_relied_upon(machine: Machine) -> None:
-    scenario = scenarios.mig()
-    scenario["devices"][0]["mig"]["instances"][1]["errors"] = {"nvmlDeviceGetUUID": 15}
-    machine(scenario)
-    devices = nvml.read_nvml().devices
-    troubles = {one.number: one.trouble for one in devices}
-    assert troubles == {"0": "GPU is lost", "0:0": "GPU is lost", "1": None}
-
-
 @pytest.mark.parametrize("code", [15, 999])
 @pytest.mark.parametrize("function", OF_LINKS)
 def test_a_gpu_whose_links_cannot_be_read_is_still_there(
@@ -518,51 +411,6 @@ def test_a_gpu_whose_links_cannot_be_read_is_still_there(
     assert len([pair for pair in found if 0 not in pair]) == 21
 
 
-def test_a_card_that_can_say_nothing_but_its_uuid(machine: Machine) -> None:
-    machine({"driver": {}, "devices": [{"uuid": gpu_uuid(0)}, {"uuid": gpu_uuid(1)}]})
-    reading = nvml.read_nvml()
-    assert reading.devices == tuple(
-        Device(kind=DeviceKind.CUDA, index=index, uuid=gpu_uuid(index), name="unknown NVIDIA GPU")
-        for index in range(2)
-    )
-    assert (reading.driver_version, reading.cuda_version) == (None, None)
-    assert [one.short for one in reading.links] == ["NODE"]
-
-
-def test_a_card_that_does_not_say_its_uuid_cannot_be_used(machine: Machine) -> None:
-    machine({"driver": {}, "devices": [{"name": "A"}, {"name": "B"}]})
-    reading = nvml.read_nvml()
-    assert [one.uuid for one in reading.devices] == ["GPU-unreadable-0", "GPU-unreadable-1"]
-    assert all("UUID" in (one.trouble or "") for one in reading.devices)
-
-
-@pytest.mark.parametrize(
-    ("bits", "causes"),
-    [
-        (0x1, ()),
-        (0x4, ("power limit",)),
-        (0x8, ("hardware slow-down",)),
-        (0x20, ("heat (driver)",)),
-        (0x40, ("heat (hardware)",)),
-        (0x80, ("power brake",)),
-        (0x44, ("power limit", "heat (hardware)")),
-    ],
-)
-def test_why_a_gpu_is_slow(machine: Machine, bits: int, causes: tuple[str, ...]) -> None:
-    scenario = scenarios.eight_a100()
-    scenario["devices"][0]["throttle_reasons"] = bits
-    machine(scenario)
-    assert nvml.read_nvml().devices[0].throttled_by == causes
-
-
-@pytest.mark.parametrize(("mode", "prohibited"), [(0, False), (2, True), (3, False)])
-def test_compute_mode(machine: Machine, mode: int, prohibited: bool) -> None:
-    scenario = scenarios.eight_a100()
-    scenario["devices"][0]["compute_mode"] = mode
-    machine(scenario)
-    assert nvml.read_nvml().devices[0].compute_prohibited is prohibited
-
-
 @pytest.mark.parametrize("keeping", [nullcontext, nvml.keep_nvml_open], ids=["opened", "kept-open"])
 def test_each_reading_asks_again(
     machine: Machine, keeping: Callable[[], AbstractContextManager[None]]
@@ -577,12 +425,6 @@ def test_each_reading_asks_again(
         reading = nvml.read_nvml()
     assert reading.devices[6].temperature_c == 77
     assert reading.devices[7].trouble == "GPU is lost"
-
-
-def test_keeping_a_driver_open_that_cannot_be_opened(machine: Machine) -> None:
-    machine(scenarios.driver_not_loaded())
-    with nvml.keep_nvml_open():
-        assert [one.name for one in nvml.read_nvml().findings] == ["driver-not-loaded"]
 
 
 def test_a_driver_that_goes_away_between_readings(machine: Machine) -> None:
@@ -644,9 +486,4 @@ NOTHING: dict[str, object] = {"devices": [], "links": 0, "driver": None, "findin
 
 @pytest.mark.skipif(find_library("nvidia-ml") is not None, reason="this machine has the driver")
 def test_a_machine_without_the_driver_has_nothing_wrong_with_it(tmp_path: Path) -> None:
-    assert read_elsewhere(tmp_path, tmp_path / "none.json") == NOTHING
-
-
-def test_a_library_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
-    (tmp_path / nvml_stub.LIBRARY).touch()
     assert read_elsewhere(tmp_path, tmp_path / "none.json") == NOTHING

@@ -9,7 +9,6 @@ from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from torchmuster.devices import snapshot
 from torchmuster.devices.model import Node
-from torchmuster.devices.readers import nvml_events
 
 Machine = Callable[[Scenario], Path]
 
@@ -24,11 +23,6 @@ def _two(*xids: list[int]) -> Scenario:
     for gpu, numbers in zip(scenario["devices"], xids, strict=True):
         gpu["xids"] = numbers
     return scenario
-
-
-def test_who_does_not_listen_hears_nothing(machine: Machine) -> None:
-    machine(_two([31], []))
-    assert _heard(snapshot.take_snapshot()) == [None, None]
 
 
 def test_what_comes_while_it_listens_is_counted(machine: Machine) -> None:
@@ -50,16 +44,6 @@ def test_a_card_that_falls_off_the_bus_leaves_its_last_word(machine: Machine) ->
         node = look()
     assert node.accelerators[1].trouble == "GPU is lost"
     assert node.accelerators[1].xid_errors == ((79, 1),)
-
-
-def test_a_flood_is_taken_in_pieces(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml_events, "_MOST_AT_A_LOOK", 4)
-    monkeypatch.setattr(nvml_events, "_MOST_NUMBERS", 2)
-    machine(_two([], []))
-    with snapshot.listening_to_events() as look:
-        machine(_two([63, 64, 94, 95, 94, 63], []))
-        assert _heard(look())[0] == ((0, 2), (63, 1), (64, 1))
-        assert _heard(look())[0] == ((0, 3), (63, 2), (64, 1))
 
 
 @pytest.mark.parametrize("code", [3, 999])
@@ -88,10 +72,3 @@ def test_a_driver_that_is_loaded_later_is_listened_to_then(machine: Machine) -> 
         assert _heard(look()) == [(), ()]
         machine(_two([48], []))
         assert _heard(look()) == [((48, 1),), ()]
-
-
-def test_listening_can_be_begun_again_and_again(machine: Machine) -> None:
-    machine(_two([], []))
-    for _ in range(40):  # the stand-in has room for 16 at a time
-        with snapshot.listening_to_events() as look:
-            assert _heard(look()) == [(), ()]

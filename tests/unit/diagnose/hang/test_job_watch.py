@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose.hang import report
 from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
-from torchmuster.diagnose.hang.rank_processes import RankProcess, RanksHere
+from torchmuster.diagnose.hang.rank_processes import RankProcess
 from torchmuster.diagnose.hang.rank_stacks import RankSnapshot, WorkerSnapshot
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
@@ -137,36 +137,12 @@ def test_a_rank_that_looks_for_something_again_and_again_does_not_move() -> None
     assert told.name == "rank-elsewhere"
 
 
-def test_a_rank_that_exited_before_the_first_look_is_missed() -> None:
-    job = Job([0, 2, 3])  # host a has two ranks
-    told = job.live(lambda *_: WAITS)
-    assert told.name == "rank-exited"
-    assert told.what.startswith("rank 1 on a ")
-
-
 def test_ranks_that_wait_for_hosts_that_were_not_looked_at(snapshot: SnapshotAssertion) -> None:
     job = Job([0, 1])
     told = job.live(lambda *_: WAITS)
     assert told.name == "collective-does-not-end"
     assert "ranks 2-3" in told.what
     assert told == snapshot
-
-
-def test_native_frames_are_asked_for_once_and_what_they_showed_is_kept() -> None:
-    job = Job([0, 1], world_size=2)
-    backward: Facts = {"place": "train.py:21", "stack": ("backward (train.py:21)",)}
-
-    def facts(second: int, rank: int) -> Facts:
-        if rank == 1:
-            return SLEEPS
-        asked = job.watch.request_for("a").native
-        assert asked == ((100, 101) if second == 1 else ())
-        native = {"doing": "all_reduce", "waiting": True} if second == 1 else {"doing": "backward"}
-        return {**backward, **native}
-
-    told = job.live(facts)
-    assert told.name == "rank-elsewhere"
-    assert "rank 0 waits in all_reduce" in told.what
 
 
 # ---- healthy
@@ -200,27 +176,11 @@ def test_ranks_that_move_are_not_accused(facts: Callable[[int, int], Facts]) -> 
     assert (told.name, told.status) == ("ranks-move", Status.OK)
 
 
-def test_the_last_move_before_a_hang_is_not_enough() -> None:
-    def facts(second: int, rank: int) -> Facts:
-        if rank == 1:
-            return {**SLEEPS, "wakeups": awake(second)}
-        return WAITS if second > 1 else BUSY | {"busy": 0.0}
-
-    job = Job([0, 1], world_size=2)
-    assert job.live(facts).name == "rank-elsewhere"
-
-
 def test_ranks_that_all_sleep_are_neither_accused_nor_cleared() -> None:
     job = Job([0, 1], world_size=2)
     told = job.live(lambda *_: SLEEPS)
     assert (told.name, told.status) == ("hang-not-certain", Status.NOTE)
     assert "ranks 0-1" in told.what
-
-
-def test_a_job_that_ends_while_it_is_watched() -> None:
-    job = Job([0, 1], world_size=2)
-    told = job.live(lambda *_: {"state": "X"})
-    assert told.name == "job-exited"
 
 
 def test_a_stack_that_cannot_be_read_is_no_evidence() -> None:
@@ -236,15 +196,3 @@ def test_a_stack_that_cannot_be_read_is_no_evidence() -> None:
 
 
 # ---- notes about GPUs
-
-
-def test_nccl_s_own_service_is_named_if_the_job_hangs() -> None:
-    job = Job([0, 1], world_size=2, uses_gpu=True)
-    ranks_on = {
-        "a": RanksHere(ranks=tuple(rank.process for rank in job.watch.ranks), nccl_ras=True)
-    }
-    assert report.nccl_note(job.watch, ranks_on) is None
-    job.live(one_against_all(1, SLEEPS))
-    note = report.nccl_note(job.watch, ranks_on)
-    assert note is not None
-    assert (note.name, note.fix) == ("nccl-ras", "ncclras -v")

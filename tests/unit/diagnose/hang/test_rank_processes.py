@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchmuster.diagnose.hang.rank_processes import RankProcess, _typed_command, ranks_here
+from torchmuster.diagnose.hang.rank_processes import RankProcess, ranks_here
 from unit.diagnose.hang.plain_ranks import started
 
 WITH_WORKER = """\
@@ -44,16 +44,3 @@ def test_jobs_are_told_apart(tmp_path: Path) -> None:
     ):
         (one,), (other,) = ranks_of(41002), ranks_of(41003)
         assert (one.pid, other.pid) == (first, second)
-
-
-def test_the_command_of_a_rank_of_muster_run_is_the_one_that_was_typed() -> None:
-    started = [
-        "python",
-        "-u",
-        "/env/torchmuster/launch/rank/start.py",
-        '{"logs": 1}',
-        "train.py",
-        "--lr",
-    ]
-    assert _typed_command(started) == ["muster", "run", "train.py", "--lr"]
-    assert _typed_command(["python", "train.py"]) == ["python", "train.py"]

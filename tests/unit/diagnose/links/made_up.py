@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.diagnose.links.model import End, Figures, Link
+from torchmuster.diagnose.links.model import End, Figures, Link, Problem
 
 GOOD = Figures(
     bytes_per_s=1.1e9,
@@ -22,7 +22,7 @@ def end(place: int, **changed: Any) -> End:
         interface="eth0",
         network="10.0.0.0/24",
         mtu_bytes=1500,
-        meeting_port=29400 if place == 0 else None,
+        rendezvous_port=29400 if place == 0 else None,
     )
     return replace(known, **changed)
 
@@ -36,11 +36,10 @@ class Group:
             (one.place, other.place): Link(
                 source=one,
                 target=other,
-                problem="",
-                meeting_problem="" if other.place == 0 else None,
+                problem=Problem.NONE,
+                rendezvous_problem=Problem.NONE if other.place == 0 else None,
                 port=40000,
                 figures=GOOD,
-                tries=1,
             )
             for one in self.ends
             for other in self.ends
@@ -48,14 +47,15 @@ class Group:
         }
 
     def change(self, one: int, other: int, /, **changed: Any) -> "Group":
+        for name in ("problem", "rendezvous_problem"):
+            if name in changed:
+                changed[name] = Problem(changed[name])
         self._links[one, other] = replace(self._links[one, other], **changed)
         return self
 
-    def figures(self, source: int, target: int, **changed: Any) -> "Group":
-        return self.change(source, target, figures=msgspec.structs.replace(GOOD, **changed))
-
-    def both(self, one: int, other: int, **changed: Any) -> "Group":
-        return self.figures(one, other, **changed).figures(other, one, **changed)
+    def figures(self, one: int, other: int, **changed: Any) -> "Group":
+        figures = msgspec.structs.replace(GOOD, **changed)
+        return self.change(one, other, figures=figures).change(other, one, figures=figures)
 
     @property
     def links(self) -> list[Link]:

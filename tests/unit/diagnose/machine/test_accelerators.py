@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from device_strategies import gpu, node
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
-from torchmuster.diagnose.check import Surroundings, once
-from torchmuster.diagnose.machine.accelerators import CHECKS, words
+from torchmuster.diagnose.check import Surroundings
+from torchmuster.diagnose.machine.accelerators import CHECKS
 from torchmuster.finding import Finding, Status
 
 STATE, HEALTH = CHECKS
@@ -53,21 +52,6 @@ def test_machines_in_use_have_nothing_above_a_note(
     assert {one.status for one in told(scenario(), machine)} <= {Status.NOTE}
 
 
-def test_what_was_seen(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    machine(scenarios.eight_a100_idle())
-    seen = findings()
-    assert [one.status for one in seen] == [Status.OK, Status.OK]
-    assert "570.86.15" in seen[0].what
-    assert seen == snapshot
-
-
-def test_a_machine_without_accelerators() -> None:
-    assert words(node())
-    here = Surroundings(look=node)
-    assert [one.status for one in STATE.run(here)] == [Status.OK]
-    assert list(HEALTH.run(here)) == []
-
-
 @pytest.mark.parametrize(
     ("scenario", "name"),
     [
@@ -101,33 +85,6 @@ def test_rows_of_memory_that_wait_for_a_reset(
     assert found == snapshot
 
 
-def test_memory_that_can_no_longer_be_repaired(
-    machine: Machine, snapshot: SnapshotAssertion
-) -> None:
-    rows = {"correctable": 0, "uncorrectable": 9, "pending": 0, "failure": 1}
-    (found,) = told(idle_a100s(remapped_rows=rows), machine)
-    assert (found.name, found.status) == ("gpu-memory-failing", Status.FAILURE)
-    assert found.what.startswith("GPU 3 ")
-    assert found == snapshot
-
-
-def test_heat(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    (found,) = told(idle_a100s(throttle_reasons=0x40, temperature_c=91), machine)
-    assert found.name == "gpu-hot"
-    assert "91 °C" in found.what
-    assert found == snapshot
-
-
-def test_a_power_brake(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    (found,) = told(idle_a100s(throttle_reasons=0x80), machine)
-    assert (found.name, found.status) == ("gpu-slowed", Status.WARNING)
-    assert found == snapshot
-
-
-def test_a_power_limit_is_usual(machine: Machine) -> None:
-    assert told(idle_a100s(throttle_reasons=0x4), machine) == []
-
-
 def test_a_gpu_that_lets_nobody_compute(machine: Machine) -> None:
     (found,) = told(idle_a100s(compute_mode=2), machine)
     assert (found.name, found.status) == ("gpu-compute-prohibited", Status.FAILURE)
@@ -143,13 +100,6 @@ def test_nvlinks_that_are_down(machine: Machine, snapshot: SnapshotAssertion) ->
     assert found.fix.startswith("nvidia-smi nvlink --status -i 3")
 
 
-def test_all_nvlinks_of_one_gpu_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
-    (found,) = told(idle_a100s(nvlinks=[{"to": "switch", "lanes": 12, "active": False}]), machine)
-    assert found.name == "nvlink-down"
-    assert "0 of 12" in found.what
-    assert found == snapshot
-
-
 def test_all_nvlinks_of_a_board_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
     scenario = scenarios.eight_a100_idle()
     for device in scenario["devices"]:
@@ -159,13 +109,6 @@ def test_all_nvlinks_of_a_board_are_down(machine: Machine, snapshot: SnapshotAss
     assert "GPUs 0-7" in found.what
     assert found == snapshot
     assert found.fix == "sudo systemctl restart nvidia-fabricmanager"
-
-
-def test_cards_without_a_bridge_are_healthy(machine: Machine) -> None:
-    scenario = scenarios.mixed_consumer()
-    for index in (1, 2):
-        scenario["devices"][index]["nvlinks"][0]["active"] = False
-    assert [one for one in told(scenario, machine) if one.status is not Status.NOTE] == []
 
 
 def test_a_narrow_pcie_link(machine: Machine, snapshot: SnapshotAssertion) -> None:
@@ -181,24 +124,6 @@ def test_a_slow_pcie_link_counts_only_under_load(busy: int, count: int, machine:
     pcie = {"generation": 1, "max_generation": 4, "width": 16, "max_width": 16}
     load = {"gpu": busy, "memory": 0}
     assert len(told(idle_a100s(pcie=pcie, utilization=load), machine)) == count
-
-
-def test_an_idle_card_saves_power_by_a_narrow_link(machine: Machine) -> None:
-    pcie = {"generation": 1, "max_generation": 4, "width": 1, "max_width": 16}
-    assert told(idle_a100s(pcie=pcie, performance_state=8), machine) == []
-
-
-def test_one_look_serves_all_checks() -> None:
-    looks = []
-
-    def look() -> Any:
-        looks.append(1)
-        return node(gpu(0))
-
-    here = Surroundings(look=once(look))
-    here.look()
-    here.look()
-    assert len(looks) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from site_packages import SitePackages, surroundings
 from torchmuster.diagnose.check import Surroundings
-from torchmuster.diagnose.machine import installed, packages
+from torchmuster.diagnose.machine import packages
 from torchmuster.finding import Finding, Status
 
 PACKAGES, LIBUV = packages.CHECKS
@@ -29,22 +29,6 @@ def only(findings: Any) -> Finding:
 
 def check(*sites: SitePackages) -> Finding:
     return only(PACKAGES.run(surroundings(*sites)))
-
-
-@pytest.mark.parametrize(
-    ("version", "hardware"),
-    [
-        ("2.13.0+cu126", "cu126"),
-        ("2.5.1+cu121.with.pypi.cudnn", "cu121"),
-        ("2.6.0+rocm6.2.4", "rocm6.2.4"),
-        ("2.7.0+xpu", "xpu"),
-        ("2.6.0a0+ecf3bae40a.nv25.01", ""),
-        ("2.1.0a0+cpufix", ""),
-        ("2.13.0", ""),
-    ],
-)
-def test_what_hardware_a_version_names(version: str, hardware: str) -> None:
-    assert installed.build_of_label(version) == hardware
 
 
 def test_this_hosts_packages_match() -> None:
@@ -78,18 +62,6 @@ def test_a_companion_for_other_hardware(site: SitePackages) -> None:
     assert "cu126" in found.why
 
 
-@pytest.mark.parametrize(
-    ("torch", "companion"),
-    [("2.6.0a0+ecf3bae40a.nv25.01", "0.20.0a0+48b1edf"), ("2.13.0", "0.28.0+cu126")],
-)
-def test_labels_that_name_no_hardware_are_not_compared(
-    site: SitePackages, torch: str, companion: str
-) -> None:
-    site.torch(torch, cuda="12.8")
-    site.add("torchvision", companion)
-    assert check(site).status is Status.OK
-
-
 def test_a_cuda_library_that_torch_needs_is_missing(
     site: SitePackages, snapshot: SnapshotAssertion
 ) -> None:
@@ -102,11 +74,6 @@ def test_a_cuda_library_that_torch_needs_is_missing(
     assert (found.name, found.status) == ("cuda-libraries-missing", Status.FAILURE)
     assert found == snapshot
     assert found.fix == "/opt/python -m pip install nvidia-cudnn-cu12==9.5.1.17"
-
-
-def test_what_another_kind_of_host_needs_is_not_missed(site: SitePackages) -> None:
-    site.torch(cuda="12.6", requires=['nvidia-nccl-cu12==2.21.5; platform_machine == "riscv64"'])
-    assert check(site).status is Status.OK
 
 
 @pytest.mark.parametrize(
@@ -125,17 +92,6 @@ def test_a_cuda_library_of_another_version(
 
 
 # ---- NCCL, libuv
-
-
-def test_a_torch_for_windows_without_libuv(site: SitePackages) -> None:
-    folder = site.torch("2.13.0")
-    found = only(LIBUV.run(surroundings(site, system="win32")))
-    assert (found.name, found.status) == ("torch-without-libuv", Status.WARNING)
-    assert '$env:USE_LIBUV = "0"' in found.fix
-    disabled = surroundings(site, system="win32", environment={"USE_LIBUV": "0"})
-    assert list(LIBUV.run(disabled)) == []
-    (folder / "lib" / "uv.dll").touch()
-    assert list(LIBUV.run(surroundings(site, system="win32"))) == []
 
 
 # ---- NumPy
@@ -161,11 +117,3 @@ def test_packages_that_were_compiled_for_numpy_1(
     if status is not Status.OK:
         assert found.name == "numpy-abi"
         assert found.fix.splitlines()[0] == '/opt/python -m pip install "numpy<2"'
-
-
-def test_only_the_package_that_is_imported_counts(site: SitePackages, tmp_path: Path) -> None:
-    system = SitePackages(tmp_path / "dist-packages")
-    system.add("scipy", "1.11.4")
-    site.add("numpy", "2.3.0")
-    site.add("scipy", "1.16.0")
-    assert check(site, system).status is Status.OK

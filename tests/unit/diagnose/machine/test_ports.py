@@ -17,11 +17,6 @@ def held(monkeypatch: pytest.MonkeyPatch, **holders: str) -> None:
     monkeypatch.setattr(ports, "holder_of", lambda port: holders.get(f"p{port}"))
 
 
-def test_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held(monkeypatch)
-    assert "29400, 29500" in all_well(CHECK, made_up_machine(tmp_path))
-
-
 def test_usual_ports_that_are_taken_are_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
@@ -56,21 +51,6 @@ def test_a_run_that_is_under_way_holds_its_port(
     environment = {"MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     machine = made_up_machine(tmp_path, environment=environment)
     assert all_well(CHECK, machine) == snapshot
-
-
-def test_a_port_of_another_machine_is_not_ours_to_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held(monkeypatch, p29500="pid 13")
-    environment = {"MASTER_PORT": "29500", "MASTER_ADDR": "192.0.2.200"}
-    findings = found(CHECK, made_up_machine(tmp_path, environment=environment))
-    assert [one.status for one in findings.values()] == [Status.NOTE]
-
-
-@pytest.mark.parametrize("value", ["", "abc", "0", "99999"])
-def test_no_port_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    held(monkeypatch)
-    all_well(CHECK, made_up_machine(tmp_path, environment={"MASTER_PORT": value}))
 
 
 def test_a_real_holder_is_found(tmp_path: Path) -> None:

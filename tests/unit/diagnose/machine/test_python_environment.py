@@ -30,11 +30,6 @@ def site(tmp_path: Path) -> SitePackages:
     return site
 
 
-def test_packages_where_they_were_installed(site: SitePackages) -> None:
-    found = only(IMPORTS.run(surroundings(site)))
-    assert (found.status, found.what) == (Status.OK, f"packages in {site.folder}")
-
-
 @pytest.mark.parametrize("file", ["torch.py", "torch/__init__.py"])
 def test_a_file_beside_the_script_that_is_called_torch(
     site: SitePackages, file: str, tmp_path: Path, snapshot: SnapshotAssertion
@@ -48,24 +43,6 @@ def test_a_file_beside_the_script_that_is_called_torch(
     assert str(taken) in found.what
     assert found == snapshot
     assert found.fix == f"mv {taken} {folder / f'my_{taken.name}'}"
-
-
-def test_the_source_of_torch_is_left_where_it_is(site: SitePackages, tmp_path: Path) -> None:
-    (tmp_path / "pytorch" / "torch" / "csrc").mkdir(parents=True)
-    (tmp_path / "pytorch" / "torch" / "__init__.py").touch()
-    found = only(IMPORTS.run(surroundings(site, folder=tmp_path / "pytorch")))
-    assert found.fix.startswith("cd ..")
-
-
-def test_a_folder_without_code_does_not_stand_in_the_way(
-    site: SitePackages, tmp_path: Path
-) -> None:
-    (tmp_path / "work" / "torch").mkdir(parents=True)
-    assert only(IMPORTS.run(surroundings(site, folder=tmp_path / "work"))).status is Status.OK
-
-
-def test_the_working_folder_may_be_where_torch_is_installed(site: SitePackages) -> None:
-    assert only(IMPORTS.run(surroundings(site, folder=site.folder))).status is Status.OK
 
 
 def test_this_machines_imports_are_well(tmp_path: Path) -> None:

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_machine import all_well, made_up_machine, only
-from torchmuster.diagnose.check import Cost
-from torchmuster.diagnose.machine import storage
-from torchmuster.diagnose.machine.storage import CHECKS, Speed
+from made_up_machine import made_up_machine, only
+from torchmuster.diagnose.machine.storage import CHECKS
 from torchmuster.finding import Status
 from torchmuster.units import GiB, MiB
 
-RUN_FOLDER, TEMPORARY, SPEED = CHECKS
+RUN_FOLDER, TEMPORARY = CHECKS
 
 
 def set_room(monkeypatch: pytest.MonkeyPatch, *, free: int) -> None:
@@ -30,21 +28,6 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-
-
-def test_room_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_room(monkeypatch, free=72 * GiB)
-    machine = made_up_machine(tmp_path)
-    assert all_well(RUN_FOLDER, machine) == f"{tmp_path}: 72.0 GiB free, writable"
-    assert list(tmp_path.iterdir()) == []  # nothing is left of the try
-
-
-def test_a_folder_that_will_be_made(tmp_path: Path) -> None:
-    machine = made_up_machine(tmp_path)
-    machine = type(machine)(root=tmp_path, folder=tmp_path / "new/runs", outputs={}, environment={})
-    all_well(RUN_FOLDER, machine)
-    all_well(SPEED, machine)
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(("free", "status"), [(MiB, Status.FAILURE), (500 * MiB, Status.WARNING)])
@@ -105,15 +88,6 @@ def test_nothing_can_be_written(
     assert finding == snapshot
 
 
-def test_a_disk_is_made_writable_again_only_after_a_look_at_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_writing(monkeypatch, errno.EROFS)
-    *_, last = only(RUN_FOLDER, made_up_machine(tmp_path)).fix.splitlines()
-    assert last.startswith("sudo mount -o remount,rw ")
-    assert f'"$(stat -c %m {tmp_path})"  #' in last
-
-
 def test_temporary_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,55 +97,3 @@ def test_temporary_folder_that_cannot_be_written(
     finding = next(iter(TEMPORARY.run(made_up_machine(tmp_path))))
     assert (finding.name, finding.status) == ("temporary-folder-not-writable", Status.FAILURE)
     assert finding.fix == "export TMPDIR=/var/tmp"  # a folder of somebody's is not made everybody's
-
-
-@pytest.mark.parametrize(("folder", "other"), [("/tmp", "/var/tmp"), ("/var/tmp", "/tmp")])
-def test_everybodys_temporary_folder_is_given_back_to_everybody(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    folder: str,
-    other: str,
-) -> None:
-    refuse_writing(monkeypatch, errno.EACCES)
-    finding = only(TEMPORARY, made_up_machine(tmp_path, environment={"TMPDIR": folder}))
-    opened, moved = finding.fix.splitlines()
-    assert opened.startswith(f"sudo chmod 1777 {folder} ")
-    assert moved == f"export TMPDIR={other}"
-
-
-def test_a_slow_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = [Speed(bytes_per_s=9e6, sync_s=0.9), Speed(bytes_per_s=300e6, sync_s=0.001)]
-    monkeypatch.setattr(storage, "_try", lambda _: tries.pop(0))
-    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
-    assert "286 MiB/s" in all_well(SPEED, made_up_machine(tmp_path))
-    assert tries == []
-
-
-@pytest.mark.parametrize(
-    ("rate", "sync_s", "what"),
-    [(2e6, 0.001, "1.9 MiB/s"), (300e6, 0.8, "800.0 ms")],
-    ids=["rate", "sync"],
-)
-def test_a_disk_that_stays_slow(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rate: float,
-    sync_s: float,
-    what: str,
-    snapshot: SnapshotAssertion,
-) -> None:
-    monkeypatch.setattr(storage, "_try", lambda _: Speed(bytes_per_s=rate, sync_s=sync_s))
-    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
-    finding = only(SPEED, made_up_machine(tmp_path))
-    assert (finding.name, finding.status) == ("disk-slow", Status.WARNING)
-    assert what in finding.what
-    assert "muster run --runs /scratch/runs" in finding.fix
-    assert finding == snapshot
-
-
-def test_the_real_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    speed = storage.measure_disk_speed(tmp_path)
-    assert speed.bytes_per_s > 0
-    assert speed.sync_s > 0
-    assert list(tmp_path.iterdir()) == []
-    assert SPEED.cost is Cost.SECONDS

@@ -17,8 +17,6 @@ from torchmuster.diagnose.machine.torch_build import CHECKS
 from torchmuster.finding import Finding, Status
 
 WHOLE, HARDWARE = CHECKS
-PASCAL = {"name": "NVIDIA GeForce GTX 1080 Ti", "compute_capability": (6, 1)}
-BLACKWELL = {"name": "NVIDIA B200", "compute_capability": (10, 0)}
 
 
 @pytest.fixture
@@ -50,12 +48,6 @@ def test_a_torch_below_the_floor(site: SitePackages, snapshot: SnapshotAssertion
     assert found.as_json() == snapshot
 
 
-@pytest.mark.parametrize("version", ["2.12.0", "2.12.0a0+nv26.01", "3.0.1"])
-def test_a_torch_at_or_above_the_floor(site: SitePackages, version: str) -> None:
-    site.torch(version)
-    assert only(WHOLE.run(surroundings(site))).status is Status.OK
-
-
 def test_this_machine_has_a_whole_torch() -> None:
     assert only(WHOLE.run(Surroundings())).status is Status.OK
 
@@ -64,11 +56,6 @@ def test_torch_that_is_not_there(site: SitePackages) -> None:
     found = only(WHOLE.run(surroundings(site)))
     assert (found.name, found.status) == ("torch-missing", Status.FAILURE)
     assert found.fix == "/opt/python -m pip install torch"
-
-
-def test_a_folder_that_an_uninstall_left_behind_is_no_torch(site: SitePackages) -> None:
-    (site.folder / "torch" / "__pycache__").mkdir(parents=True)
-    assert only(WHOLE.run(surroundings(site))).name == "torch-missing"
 
 
 def test_a_library_that_is_missing(site: SitePackages, snapshot: SnapshotAssertion) -> None:
@@ -88,12 +75,6 @@ def test_a_library_that_is_cut_short(site: SitePackages, snapshot: SnapshotAsser
     assert found.name == "torch-broken"
     assert "2 B of 7 B" in found.why
     assert found == snapshot
-
-
-def test_conda_changes_files_after_it_has_written_them_down(site: SitePackages) -> None:
-    (site.torch() / "lib" / "libtorch_cpu.so").write_text("li")
-    (site.folder / "torch-2.13.0.dist-info" / "INSTALLER").write_text("conda")
-    assert only(WHOLE.run(surroundings(site))).status is Status.OK
 
 
 def test_the_compiled_part_is_missing(site: SitePackages, snapshot: SnapshotAssertion) -> None:
@@ -143,15 +124,6 @@ def test_a_cpu_build_beside_nvidia_gpus(site: SitePackages, snapshot: SnapshotAs
     assert found == snapshot
 
 
-def test_pip_alone_has_no_build_for_nvidia_on_windows(
-    site: SitePackages, snapshot: SnapshotAssertion
-) -> None:
-    site.torch("2.13.0+cpu")
-    found = only(HARDWARE.run(surroundings(site, on=eight_gpus(), system="win32")))
-    assert "pytorch.org" in found.fix
-    assert found == snapshot
-
-
 def test_a_cuda_build_beside_amd_gpus_is_a_warning(
     site: SitePackages, snapshot: SnapshotAssertion
 ) -> None:
@@ -162,24 +134,6 @@ def test_a_cuda_build_beside_amd_gpus_is_a_warning(
     assert "pytorch.org" in found.fix
     assert found == snapshot
     assert "pip install torch\n" not in found.fix
-
-
-def test_a_small_intel_gpu_beside_the_processor_is_a_note(site: SitePackages) -> None:
-    site.torch("2.13.0+cpu")
-    intel = node(gpu(0, kind=DeviceKind.XPU, name="Intel UHD"))
-    assert only(HARDWARE.run(surroundings(site, on=intel))).status is Status.NOTE
-
-
-@pytest.mark.parametrize(
-    ("build", "serves", "status"),
-    [("12.6", "12.8", Status.OK), ("12.8", "12.2", Status.OK), ("13.0", "12.8", Status.FAILURE)],
-)
-def test_the_driver_must_serve_the_cuda_of_the_build(
-    site: SitePackages, build: str, serves: str, status: Status
-) -> None:
-    site.torch("2.13.0", cuda=build)
-    found = only(HARDWARE.run(surroundings(site, on=eight_gpus(cuda=serves))))
-    assert found.status is status
 
 
 def test_a_driver_that_is_too_old(site: SitePackages, snapshot: SnapshotAssertion) -> None:
@@ -204,20 +158,3 @@ def test_a_driver_that_is_too_old(site: SitePackages, snapshot: SnapshotAssertio
 )
 def test_drivers(cuda: str, driver: str | None, serves: str | None, enough: bool | None) -> None:
     assert torch_build.driver_serves(cuda, driver=driver, serves=serves) is enough
-
-
-def test_windows_has_its_own_driver_numbers() -> None:
-    assert torch_build.least_driver("12.4", "win32") == "528.33"
-    assert torch_build.least_driver("12.4", "linux") == "525.60.13"
-
-
-def test_no_gpus_and_a_gpu_build_is_well(site: SitePackages, snapshot: SnapshotAssertion) -> None:
-    site.torch("2.13.0", cuda="12.6")
-    found = only(HARDWARE.run(surroundings(site)))
-    assert found.status is Status.OK
-    assert found == snapshot
-
-
-def test_nothing_is_said_twice_of_a_torch_that_is_missing(site: SitePackages) -> None:
-    assert list(HARDWARE.run(surroundings(site, on=eight_gpus()))) == []
-    assert torch_build.read_build(surroundings(site)) is None

@@ -184,14 +184,6 @@ def test_where_all_of_a_group_wait_in_it_the_others_are_told_of_after_a_minute()
     assert told.what.startswith("rank 2 on b ")
 
 
-def test_a_rank_that_has_ended_does_not_go_on() -> None:
-    ranks = Ranks()
-    ranks.live(10, one_against_all(1, {"state": "X"}))
-    _, over = only(ranks.live(4, lambda rank: {"state": "X"} if rank else {"moves": 41}))
-    assert over.name == "hang-over"
-    assert over.what.startswith("rank 0 ")
-
-
 def test_where_processes_cannot_be_seen_none_is_taken_for_ended_or_asleep() -> None:
     unseen: dict[str, object] = {"state": "", "busy": None}
     assert Ranks().live(50, one_against_all(1, ASLEEP | unseen)) == []
@@ -234,6 +226,17 @@ def test_a_rank_that_looks_again_and_again_whether_something_has_come_is_asleep(
     )
     at_s, _ = only(said)
     assert at_s <= 22
+
+
+def test_a_waiting_rank_that_moves_hides_no_hang() -> None:
+    ranks = Ranks(3)
+
+    def doing(rank: int) -> dict[str, object]:
+        polls = WAITING | {"place": f"wait.py:{ranks.now_s:.0f}"}
+        return (WAITING, polls, ASLEEP)[rank]
+
+    _, told = only(ranks.live(16, doing))
+    assert told.what.startswith("rank 2 on b ")
 
 
 def test_where_nothing_is_known_of_moves_every_other_place_is_a_move() -> None:
@@ -333,30 +336,6 @@ def test_what_the_ranks_called_differently_is_certain_soon(snapshot: SnapshotAss
     assert ranks.watch.hang.is_hopeless
 
 
-def test_different_shapes_are_told_as_such(snapshot: SnapshotAssertion) -> None:
-    shapes = ["[8]", "[9]"]
-    _, told = only(
-        Ranks().live(8, lambda rank: WAITING | {"waits": (called(shapes=shapes[rank]),)})
-    )
-    assert told.name == "collectives-differ"
-    assert told.as_json() == snapshot
-
-
-def test_shapes_may_differ_where_that_is_meant() -> None:
-    shapes = ["[8]", "[9]"]
-
-    def gathering(rank: int) -> dict[str, object]:
-        return WAITING | {"waits": (called("gather", shapes=shapes[rank]),)}
-
-    assert Ranks().live(50, gathering) == []
-
-
-def test_ranks_that_wait_in_collectives_of_different_numbers(snapshot: SnapshotAssertion) -> None:
-    _, told = only(Ranks().live(16, lambda rank: WAITING | {"waits": (called(number=41 + rank),)}))
-    assert told.name == "collectives-differ"
-    assert told.as_json() == snapshot
-
-
 def test_a_collective_that_all_are_in_has_a_minute_and_then_the_network_is_to_be_looked_at(
     snapshot: SnapshotAssertion,
 ) -> None:
@@ -389,23 +368,6 @@ def test_of_a_machine_that_is_not_heard_nothing_is_judged() -> None:
         ranks.now_s += 2
         ranks.watch.hear("a", [heartbeat(rank, ranks.now_s, **WAITING) for rank in (0, 1)])
         assert ranks.watch.news() is None
-
-
-def test_the_surest_of_several_is_named() -> None:
-    def doing(rank: int) -> dict[str, object]:
-        at_work: dict[str, object] = {"busy": 1.0}
-        return (WAITING, at_work, ASLEEP, WAITING)[rank]
-
-    for _, told in Ranks(4).live(100, doing):
-        assert told.name == "rank-elsewhere"
-        assert told.what.startswith("rank 2 on b ")
-        assert "rank 1" not in told.what
-
-
-def test_a_restarted_rank_is_another_process() -> None:
-    ranks = Ranks()
-    ranks.live(10, one_against_all(1, ASLEEP))
-    assert ranks.live(10, one_against_all(1, ASLEEP | {"pid": 300})) == []
 
 
 def test_what_was_told_stays_as_it_was() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.finding import Finding, Status
+from torchmuster.finding import Finding
 from torchmuster.launch.hangs import flight_recorder
 from torchmuster.launch.hangs.flight_recorder import analyse_flight_records, read_flight_record
 
@@ -92,16 +92,6 @@ def test_where_shapes_may_differ_they_are_no_trouble(make: Make) -> None:
 @both
 def test_a_rank_that_is_late_calls_nothing_different(make: Make) -> None:
     assert analyse_flight_records({0: make(DONE, WAITS), 1: make(DONE, WAITS), 2: make(DONE)}) == []
-
-
-@both
-def test_when_all_is_done_there_is_nothing_to_say(make: Make) -> None:
-    assert analyse_flight_records({0: make(DONE, DONE), 1: make(DONE, DONE)}) == []
-
-
-def test_recorders_without_entries_are_no_sign_of_health() -> None:
-    finding = one({0: {"entries": []}, 1: {"entries": []}})
-    assert (finding.name, finding.status) == ("collectives-not-visible", Status.NOTE)
 
 
 def test_what_was_dropped_from_a_full_recorder_is_not_missed() -> None:

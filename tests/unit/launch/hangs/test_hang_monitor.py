@@ -124,7 +124,7 @@ def test_a_hang_is_told_examined_and_kept(
             say = functools.partial(it.hang_monitor.hear, node)
             say(protocol.Output(rank=rank, file="stacks.txt", text=f"stack of {rank} {secret}"))
             say(protocol.Output(rank=rank, file="../../evil", text="not a name of ours"))
-            say(protocol.Done(request="dump-stacks"))
+            say(protocol.Done(dumped_stacks=True))
         await it.settle()
         return it
 

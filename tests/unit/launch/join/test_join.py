@@ -1,7 +1,6 @@
 """Joining for real: sockets, TLS and messages on loopback."""
 
 import asyncio
-import platform
 import re
 import socket
 
@@ -12,12 +11,11 @@ from patience import GIVE_UP_S
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch import protocol
 from torchmuster.launch.transports.channel import Channel
-from torchmuster.launch.transports.join import client, messages, stream
+from torchmuster.launch.transports.join import client, messages
 from torchmuster.launch.transports.join import code as codes
 from torchmuster.launch.transports.join.certificate import pin_from_seed
 from torchmuster.launch.transports.join.code import JoinCode, shared_key
 from torchmuster.launch.transports.join.transport import JoinTransport, open_listeners
-from torchmuster.launch.transports.local import LocalTransport
 from unit.launch.join.open_host import LOOPBACK, Host, join, open_host, proves_open, with_host
 
 START = protocol.Start(
@@ -73,47 +71,20 @@ def test_whoever_gives_up_waiting_for_a_message_can_ask_for_it_again() -> None:
     with_host(scene)
 
 
-@pytest.mark.parametrize(
-    ("message", "is_free"),
-    [
-        (None, True),
-        (START, False),
-        (protocol.Leave(exit_code=1, words="the run has ended"), False),
-    ],
-)
-def test_a_machine_lost_before_the_start_loses_its_place(
-    message: protocol.ToAgent | None, is_free: bool
-) -> None:
+def test_the_launcher_frees_the_place_of_a_lost_machine() -> None:
     async def scene(host: Host) -> None:
         machine = await join(host.code)
         _, channel = await host.arrivals.get()
-        if message is not None:
-            await channel.send(message)
-            assert await machine.receive() == message
         await machine.close()
         assert await channel.receive() is None
-        if is_free:
-            assert host.transport.places == ["machine 1"]
-            assert re.search(r"connection was lost \d+ s", host.transport.waiting_for(0))
-        else:
-            with pytest.raises(Impossible, match="have joined"):
-                await join(host.code)
-            await host.transport.reopen(0)  # the launcher wants it back
+        with pytest.raises(Impossible, match="have joined"):
+            await join(host.code)
+        await host.transport.reopen(0)
+        assert host.transport.places == ["machine 1"]
+        assert re.search(r"connection was lost \d+ s", host.transport.waiting_for(0))
         await proves_open(host)
 
     with_host(scene)
-
-
-def test_closing_the_host_ends_every_connection() -> None:
-    async def scene() -> None:
-        async with open_host() as host:
-            machine = await join(host.code)
-        assert await machine.receive() is None
-        await machine.close()
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(LOOPBACK, host.code.port)
-
-    asyncio.run(scene())
 
 
 def test_several_addresses_share_one_port_and_the_first_to_answer_is_taken() -> None:
@@ -163,22 +134,6 @@ def test_a_port_or_address_that_cannot_be_opened_is_named() -> None:
         open_listeners([LOOPBACK, "192.0.2.77"], None)
 
 
-def test_more_machines_than_a_run_can_have_are_refused() -> None:
-    with pytest.raises(Impossible, match="65537 machines cannot join"):
-        JoinTransport(count=65537, addresses=[LOOPBACK], on_event=print)
-
-
-def test_machines_without_a_place_get_the_first_free_one() -> None:
-    async def scene(host: Host) -> None:
-        machines = [await join(host.code, place=1)]
-        machines += [await join(host.code) for _ in range(2)]
-        assert [(await host.arrivals.get())[0] for _ in machines] == [1, 0, 2]
-        for machine in machines:
-            await machine.close()
-
-    with_host(scene, count=3)
-
-
 def test_a_node_that_shares_a_secret_waits_for_its_place_and_takes_it_again() -> None:
     async def scene() -> None:
         key = shared_key("correct horse battery staple")
@@ -202,55 +157,3 @@ def test_a_node_that_shares_a_secret_waits_for_its_place_and_takes_it_again() ->
         await transport.close()
 
     asyncio.run(asyncio.wait_for(scene(), GIVE_UP_S))
-
-
-def test_a_connection_to_a_silent_machine_can_be_closed_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stream, "_CLOSE_WITHIN_S", 0.05)
-
-    async def scene(host: Host) -> None:
-        machine = await join(host.code)
-        _, channel = await host.arrivals.get()
-        machine._stream.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        closing = asyncio.create_task(channel.close())
-        await asyncio.sleep(0)  # it waits for the other side
-        closing.cancel()
-        await asyncio.gather(closing, return_exceptions=True)
-        await channel.close()  # as the launcher does when it reconnects a lost host
-        await channel.close()
-        await machine.close()
-
-    with_host(scene)
-
-
-def test_machines_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: LocalTransport, arrive: object) -> None:
-        """Without the node agent of this machine."""
-
-    monkeypatch.setattr(LocalTransport, "open", nothing)
-    monkeypatch.setattr(platform, "node", lambda: "vm")
-
-    async def scene() -> None:
-        codes_shown: list[JoinCode] = []
-        arrivals: asyncio.Queue[tuple[int, Channel]] = asyncio.Queue()
-        transport = JoinTransport(
-            local=LocalTransport("vm"),
-            count=3,
-            addresses=[LOOPBACK],
-            on_event=print,
-            on_code=codes_shown.append,
-        )
-        await transport.open(lambda place, channel: arrivals.put_nowait((place, channel)))
-        assert transport.places == ["vm", "machine 2", "machine 3", "machine 4"]
-        assert [transport.rejoins(place) for place in range(4)] == [False, True, True, True]
-        guests = []
-        for place in (2, 1):
-            guests.append(await join(codes_shown[0], place=place))
-            await arrivals.get()
-        assert transport.places == ["vm", "vm (2)", "vm (3)", "machine 4"]
-        for guest in guests:
-            await guest.close()
-        await transport.close()
-
-    asyncio.run(scene())

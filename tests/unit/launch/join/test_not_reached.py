@@ -5,13 +5,12 @@ import os
 import socket
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster import __version__
 from torchmuster.errors import MusterError
-from torchmuster.launch.transports.join import certificate, client, messages
+from torchmuster.launch.transports.join import client
 from torchmuster.launch.transports.join.client import Problem
 from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.messages import Reason, Refused
@@ -46,27 +45,6 @@ def test_each_problem_has_its_fix(problem: Problem, snapshot: SnapshotAssertion)
     assert str(client._not_reached(problems, 29400, 120, "")) == snapshot
 
 
-def test_an_address_that_never_answers_is_given_up_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client, "CONNECT_S", 1.0)
-    # A full backlog: the system neither refuses nor accepts.
-    with socket.create_server((LOOPBACK, 0), backlog=0) as full:
-        port = full.getsockname()[1]
-        fillers = [socket.socket() for _ in range(4)]
-        try:
-            for filler in fillers:
-                filler.setblocking(False)
-                filler.connect_ex((LOOPBACK, port))
-            with pytest.raises(MusterError) as caught:
-                asyncio.run(join(code_for(port, LOOPBACK), patience_s=0.5))
-            assert "a firewall blocks the connection" in caught.value.why
-            assert f"ufw allow {port}/tcp" in caught.value.fix
-        finally:
-            for filler in fillers:
-                filler.close()
-
-
 def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = client._connected
     tries = 0
@@ -87,36 +65,6 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
         await machine.close()
 
     with_host(scene)
-
-
-def test_it_reports_while_a_slow_host_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert client.REPORT_EVERY_S < 10
-    monkeypatch.setattr(client, "REPORT_EVERY_S", 0.05)
-
-    async def scene() -> None:
-        made = certificate.make_certificate()
-        events: asyncio.Queue[str] = asyncio.Queue()
-        may_answer = asyncio.Event()
-
-        async def slow_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await may_answer.wait()
-            answer = msgspec.json.encode(messages.Welcome(protocol=2, place=1))
-            writer.write(len(answer).to_bytes(4, "big") + answer)
-            await reader.read()
-            writer.close()
-
-        server = await asyncio.start_server(slow_host, LOOPBACK, 0, ssl=made.context)
-        port = server.sockets[0].getsockname()[1]
-        code = msgspec.structs.replace(code_for(port, LOOPBACK), pin=made.pin)
-        joining = asyncio.create_task(client.connect_to_host(code, on_event=events.put_nowait))
-        while f"connected to the host at 127.0.0.1:{port}" not in await events.get():
-            pass
-        may_answer.set()
-        machine = await joining
-        await machine.close()
-        server.close()
-
-    asyncio.run(scene())
 
 
 def test_something_that_does_not_speak_tls_is_named() -> None:

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import random
 import socket
-from collections.abc import Sequence
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -152,42 +150,7 @@ def test_a_silent_caller_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(run()) == b""
 
 
-def is_open(caller: socket.socket) -> bool:
-    caller.setblocking(False)
-    try:
-        return caller.recv(1) != b""
-    except BlockingIOError:
-        return True
-    except ConnectionError:
-        return False
-
-
-def test_a_crowd_of_silent_callers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MOST_CALLERS", 8)
-    monkeypatch.setattr(listening, "PATIENCE_S", 0.05)
-
-    async def run() -> tuple[bytes, int]:
-        port = await opened()
-        port.answer(NONCE)
-        with contextlib.ExitStack() as silent:
-            callers = [silent.enter_context(socket.socket()) for _ in range(50)]
-            for caller in callers:
-                caller.settimeout(5)
-                caller.connect(("127.0.0.2", port.port))
-            try:
-                words = listening.request_line(NONCE)
-                answer = await asyncio.wait_for(say("127.0.0.2", port.port, words), GIVE_UP_S)
-                return answer, sum(map(is_open, callers))
-            finally:
-                await port.close()
-
-    answer, still_there = asyncio.run(run())
-    assert answer == NONCE.encode() + b"\n"
-    assert still_there <= 8
-
-
-def test_a_crowd_that_speaks_is_served_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MOST_CALLERS", 8)
+def test_a_crowd_that_speaks_is_served_whole() -> None:
 
     async def run() -> list[bytes]:
         port = await opened()
@@ -221,33 +184,6 @@ def test_the_kept_socket_still_listens_and_the_others_do_not() -> None:
     asyncio.run(run())
 
 
-def test_keeping_an_address_that_was_not_opened_is_a_mistake_and_closes_nothing() -> None:
-    async def run() -> None:
-        port = await opened()
-        with pytest.raises(ValueError, match=r"10\.0\.0\.9 is not one of the opened addresses"):
-            await port.keep("10.0.0.9")
-        assert len(port.addresses) == 3
-        await port.close()
-
-    asyncio.run(run())
-
-
-def test_the_queue_of_the_port_is_long_enough_for_a_crowd() -> None:
-    async def run() -> int:
-        port = await opened()
-        callers = []
-        with contextlib.ExitStack() as calls:
-            for _ in range(300):  # nobody takes them in
-                sock = calls.enter_context(socket.socket())
-                sock.settimeout(5)
-                sock.connect(("127.0.0.2", port.port))
-                callers.append(sock)
-        await port.close()
-        return len(callers)
-
-    assert asyncio.run(run()) == 300
-
-
 def close(port: listening.OpenPort) -> None:
     asyncio.run(port.close())
 
@@ -276,32 +212,6 @@ def test_the_next_free_port_is_taken_and_the_holder_of_the_usual_one_is_named(
     assert f"(pid {os.getpid()}, user " in decision.reason
 
 
-def test_two_jobs_at_once_get_different_ports(usual_ports: int) -> None:
-    async def run() -> tuple[int, int]:
-        one, other = await opened(None), await opened(None)
-        numbers = one.port, other.port
-        with await one.keep("127.0.0.2"):
-            third = await opened(None)
-            assert third.port == usual_ports + 2  # the first port is still held at one address
-            await third.close()
-        await other.close()
-        return numbers
-
-    assert asyncio.run(run()) == (usual_ports, usual_ports + 1)
-
-
-def test_any_port_is_taken_if_all_usual_ones_are_held(usual_ports: int) -> None:
-    with contextlib.ExitStack() as held:
-        for port in range(usual_ports, usual_ports + 3):
-            held.enter_context(socket.create_server(("127.0.0.4", port)))
-        decision = listening.open_port(None, interfaces=MACHINE)
-    number = decision.value.port
-    close(decision.value)
-    assert number not in range(usual_ports, usual_ports + 3)
-    assert f"port {number}: the next free one, because {usual_ports} is used by" in decision.reason
-    assert f"pid {os.getpid()}" in decision.reason
-
-
 def test_a_port_that_was_asked_for(usual_ports: int, snapshot: SnapshotAssertion) -> None:
     decision = listening.open_port(usual_ports, interfaces=MACHINE)
     number = decision.value.port
@@ -324,36 +234,6 @@ def test_a_port_that_was_asked_for_and_is_taken_is_refused_with_its_holder(
     assert refusal.value.fix == snapshot
 
 
-@pytest.mark.parametrize("port", [-1, 65_536])
-def test_a_number_that_is_no_port(port: int) -> None:
-    with pytest.raises(Impossible, match=f"{port} is not a port"):
-        listening.open_port(port, interfaces=MACHINE)
-
-
-def test_only_the_given_address(snapshot: SnapshotAssertion) -> None:
-    decision = listening.open_port(0, "127.0.0.9", interfaces=MACHINE)
-    addresses, number = decision.value.addresses, decision.value.port
-    close(decision.value)
-    assert addresses == (protocol.Address(address="127.0.0.9", interface="lo"),)
-    assert decision.reason.replace(str(number), "PORT") == snapshot
-
-
-def test_an_address_may_be_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"head": ["10.0.0.77", "127.0.0.9"]}
-    monkeypatch.setattr(interfaces, "resolve_host", lambda name: known.get(name, []))
-    decision = listening.open_port(0, "head", interfaces=MACHINE)
-    addresses = decision.value.addresses
-    close(decision.value)
-    assert [one.address for one in addresses] == ["127.0.0.9"]
-
-
-def test_an_interface_may_be_given() -> None:
-    decision = listening.open_port(0, "eth3", interfaces=MACHINE)
-    addresses = decision.value.addresses
-    close(decision.value)
-    assert addresses == (protocol.Address(address="127.0.0.3", interface="eth3"),)
-
-
 @pytest.mark.parametrize("address", ["lo", "10.0.0.77", "head", "nobody"])
 def test_an_address_that_is_not_here_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: str, snapshot: SnapshotAssertion
@@ -365,49 +245,6 @@ def test_an_address_that_is_not_here_is_refused(
         listening.open_port(0, address, interfaces=MACHINE)
     assert "127.0.0.2 (eth2), 127.0.0.3 (eth3), 127.0.0.4 (eth4)" in refusal.value.why
     assert str(refusal.value) == snapshot
-
-
-def test_an_address_that_has_gone_meanwhile_is_done_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gone = protocol.Address(address="203.0.113.7", interface="eth9")
-    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: [gone, *PLACES])
-    decision = listening.open_port(0, interfaces=MACHINE)
-    addresses = decision.value.addresses
-    close(decision.value)
-    assert addresses == tuple(PLACES)
-
-
-def test_no_address_at_all_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = protocol.Address(address="203.0.113.7", interface="eth9")
-    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: [gone])
-    with pytest.raises(Impossible) as refusal:
-        listening.open_port(29400, interfaces=MACHINE)
-    assert refusal.value.what == "cannot listen on port 29400"
-    assert refusal.value.why == os.strerror(errno.EADDRNOTAVAIL)
-
-
-def test_a_port_of_roots(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
-    def forbid(address: str, port: int) -> socket.socket:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(listening, "_bind", forbid)
-    for ask in (listening.open_loopback, listening.open_port):
-        with pytest.raises(Impossible) as refusal:
-            ask(80)
-        assert refusal.value.why == snapshot
-
-
-def test_a_machine_without_any_network_listens_on_loopback(
-    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    none: Sequence[protocol.Address] = []
-    monkeypatch.setattr(interfaces, "interface_candidates", lambda known=None: none)
-    decision = listening.open_port(0, interfaces=MACHINE)
-    addresses = decision.value.addresses
-    close(decision.value)
-    assert [one.address for one in addresses] == ["127.0.0.1"]
-    assert decision.reason.partition("; ")[2] == snapshot
 
 
 @pytest.mark.parametrize("port", [None, 0])

@@ -61,14 +61,3 @@ def test_a_holder_that_may_not_be_looked_at_is_told_by_its_owner(
     assert listening.holder_of(29400, proc_root=tmp_path) == "a program of user 54321"
     assert listening.holder_of(29400, proc_root=tmp_path / "none") == "another user's program"
     assert listening.holder_of(29401, proc_root=tmp_path) is None
-
-
-def test_one_who_listens_is_told_before_one_who_was_given_a_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    connected = SimpleNamespace(laddr=("127.0.0.1", 29400), status="ESTABLISHED", pid=4_199_999)
-    listens = SimpleNamespace(laddr=("127.0.0.1", 29400), status="LISTEN", pid=os.getpid())
-    monkeypatch.setattr(psutil, "net_connections", lambda kind: [connected, listens])
-    assert f"(pid {os.getpid()}, " in (listening.holder_of(29400) or "")
-    monkeypatch.setattr(psutil, "net_connections", lambda kind: [connected])
-    assert listening.holder_of(29400) == "pid 4199999"  # it has ended meanwhile

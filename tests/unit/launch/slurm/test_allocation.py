@@ -1,12 +1,9 @@
 """What an allocation is, from Slurm's texts and variables; and what it cannot give."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import ExitCode, Impossible
@@ -15,9 +12,7 @@ from torchmuster.launch.schedulers.slurm.allocation import (
     Allocation,
     allocation_here,
     check_counts,
-    expand_hostlist,
     few_cores,
-    gpus_by_node,
 )
 from torchmuster.launch.schedulers.slurm.jobs import SlurmAnswer
 
@@ -28,11 +23,16 @@ def no_scontrol(command: Sequence[str]) -> SlurmAnswer | None:
     return None
 
 
+def scontrol(command: Sequence[str]) -> SlurmAnswer:
+    assert command == ["scontrol", "show", "hostnames", "n[1-2]"]
+    return SlurmAnswer(code=0, out="n1\nn2\n", err="")
+
+
 def allocation(**changes: Any) -> Allocation:
     usual: dict[str, Any] = {
         "job": "41",
         "nodes": ("n1", "n2"),
-        "gpus": (4, 4),
+        "gpus_per_node": 4,
         "cores": 16,
         "tasks_per_node": 1,
         "copies": 1,
@@ -45,35 +45,6 @@ def spec(**changes: Any) -> JobSpec:
     return JobSpec(name="j", command=("t.py",), folder="/", **changes)
 
 
-@pytest.mark.parametrize(
-    ("node_list", "names"),
-    [
-        ("a", ["a"]),
-        ("a,b", ["a", "b"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[008-010,12]", ["n008", "n009", "n010", "n12"]),
-        ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
-        ("b[2,1],a", ["b2", "b1", "a"]),
-    ],
-)
-def test_node_lists_are_written_out(node_list: str, names: list[str]) -> None:
-    assert list(expand_hostlist(node_list)) == names
-
-
-@pytest.mark.parametrize(
-    "text", ["n[1-", "n[a-b]", "n[]", "n]1[", "n[1-999999999]", ",", "n[1-2-3]"]
-)
-def test_what_is_no_node_list_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="node"):
-        expand_hostlist(text)
-
-
-@given(st.text(alphabet="n1[]-,", max_size=12))
-def test_any_text_is_a_node_list_or_an_error(text: str) -> None:
-    with contextlib.suppress(ValueError):
-        assert all("[" not in name and "," not in name for name in expand_hostlist(text))
-
-
 def test_outside_of_slurm_there_is_no_allocation() -> None:
     assert allocation_here({}, no_scontrol) is None
     assert allocation_here({"SLURM_JOB_ID": "41"}, no_scontrol) is None
@@ -83,38 +54,26 @@ def test_outside_of_slurm_there_is_no_allocation() -> None:
 @pytest.mark.parametrize(
     ("variables", "gpus"),
     [
-        ({"SLURM_GPUS_PER_NODE": "4"}, (4, 4)),
-        ({"SLURM_GPUS_PER_NODE": "a100:2,h100:1"}, (3, 3)),
-        ({"SLURM_GPUS_ON_NODE": "4"}, (4, 4)),
+        ({"SLURM_GPUS_PER_NODE": "4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:2,h100:1"}, 3),
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
         ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "5"}, None),
-        ({"SLURM_JOB_GPUS": "0,1,2"}, (3, 3)),
-        ({"SLURM_STEP_GPUS": "5"}, (1, 1)),
         ({}, None),
     ],
 )
-def test_without_scontrol_the_variables_have_to_do(
-    variables: Mapping[str, str], gpus: tuple[int, ...] | None
-) -> None:
-    found = allocation_here({**JOB, **variables}, no_scontrol)
-    assert found is not None
-    assert found.nodes == ("n1", "n2")
-    assert found.gpus == gpus
+def test_the_gpus_come_from_the_variables(variables: Mapping[str, str], gpus: int | None) -> None:
+    here = allocation_here({**JOB, **variables}, scontrol)
+    assert here is not None
+    assert (here.nodes, here.gpus_per_node) == (("n1", "n2"), gpus)
 
 
-def test_scontrol_knows_better_than_the_variables() -> None:
-    def scontrol(command: Sequence[str]) -> SlurmAnswer:
-        if command[:3] == ["scontrol", "show", "hostnames"]:
-            return SlurmAnswer(code=0, out="n1\nn2\n", err="")
-        assert command == ["scontrol", "show", "-d", "job", "41"]
-        text = "JobId=41\n     Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:a100:4(IDX:0-3)\n"
-        return SlurmAnswer(
-            code=0, out=text + "     Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n", err=""
-        )
-
-    found = allocation_here({**JOB, "SLURM_GPUS_ON_NODE": "4"}, scontrol)
-    assert found is not None
-    assert found.gpus == (4, 1)
-    assert found.gpus_per_node is None
+def test_one_node_needs_no_scontrol_and_several_say_so() -> None:
+    alone = allocation_here({"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1"}, no_scontrol)
+    assert alone is not None
+    assert alone.nodes == ("n1",)
+    with pytest.raises(Impossible) as caught:
+        allocation_here(JOB, no_scontrol)
+    assert "mount Slurm's programs" in caught.value.fix
 
 
 def test_the_rest_comes_from_the_variables() -> None:
@@ -124,35 +83,8 @@ def test_the_rest_comes_from_the_variables() -> None:
         "SLURM_RESTART_COUNT": "2",
         "SLURM_STEP_NUM_TASKS": "8",
     }
-    found = allocation_here({**JOB, **variables}, no_scontrol)
-    assert found == allocation(gpus=None, tasks_per_node=4, copies=8, restarts=2)
-
-
-def test_the_gpus_of_an_array_task_are_not_those_of_the_other_tasks() -> None:
-    asked: list[Sequence[str]] = []
-
-    def scontrol(command: Sequence[str]) -> None:
-        asked.append(command)
-
-    task = {**JOB, "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "3"}
-    assert allocation_here(task, scontrol) is not None
-    assert ["scontrol", "show", "-d", "job", "41_3"] in asked
-
-
-def test_a_broken_node_list_is_refused(snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible) as caught:
-        allocation_here({"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-"}, no_scontrol)
-    assert caught.value.what == snapshot
-
-
-def test_gpus_are_read_per_node() -> None:
-    text = (
-        "   JOB_GRES=gpu:12\n"
-        "     Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0,3),gpu:h100:1(IDX:5),nic:1(IDX:0)\n"
-        "     Nodes=n3 CPU_IDs=0 Mem=0 GRES=\n"
-        "     Nodes=n4 CPU_IDs=0 Mem=0 GRES=gpu:8(IDX:0-7)\n"
-    )
-    assert gpus_by_node(text) == {"n1": 3, "n2": 3, "n3": 0, "n4": 8}
+    found = allocation_here({**JOB, **variables}, scontrol)
+    assert found == allocation(gpus_per_node=None, tasks_per_node=4, copies=8, restarts=2)
 
 
 def test_what_fits_is_let_through() -> None:
@@ -160,9 +92,8 @@ def test_what_fits_is_let_through() -> None:
     check_counts(allocation(), spec(ranks=4))
     check_counts(allocation(), spec(ranks=2))
     check_counts(allocation(tasks_per_node=4), spec())
-    check_counts(allocation(gpus=None), spec(device="cpu", ranks=7))
-    check_counts(allocation(gpus=None), spec(ranks=7))  # the nodes themselves will say
-    check_counts(allocation(gpus=(4, 1)), spec(device="cpu", ranks=2))
+    check_counts(allocation(gpus_per_node=None), spec(device="cpu", ranks=7))
+    check_counts(allocation(gpus_per_node=None), spec(ranks=7))  # the nodes themselves will say
     check_counts(allocation(), spec(ranks=8, share=True))
 
 
@@ -172,9 +103,6 @@ def test_what_fits_is_let_through() -> None:
         pytest.param({}, {"hosts": (Host(name="a"),)}, "--hosts", id="hosts"),
         pytest.param({"copies": 2}, {}, "srun", id="copies"),
         pytest.param({}, {"ranks": 8}, "sbatch --gpus-per-node=8", id="too many ranks"),
-        pytest.param(
-            {"gpus": (4, 1)}, {}, "sbatch --nodes=2 --gpus-per-node=4", id="different nodes"
-        ),
         pytest.param({"tasks_per_node": 8}, {"ranks": 4}, "--ranks 8", id="8 tasks per node"),
         pytest.param({"tasks_per_node": 2}, {}, "--ranks 2", id="2 tasks per node"),
     ],

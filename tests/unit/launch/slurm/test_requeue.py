@@ -8,7 +8,6 @@ from syrupy.assertion import SnapshotAssertion
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm.allocation import (
     job_id,
-    may_go_back,
     requeue,
     requeue_line,
     would_not_get_on,
@@ -19,46 +18,29 @@ from torchmuster.launch.schedulers.slurm.jobs import SlurmAnswer
 class Slurm:
     """Answers as scontrol does."""
 
-    def __init__(self, shown: SlurmAnswer | None, requeued: SlurmAnswer | None = None) -> None:
-        self._answers = {"show": shown, "requeue": requeued}
+    def __init__(self, answer: SlurmAnswer | None) -> None:
+        self._answer = answer
         self.asked: list[Sequence[str]] = []
 
     def __call__(self, command: Sequence[str]) -> SlurmAnswer | None:
         self.asked.append(command)
-        return self._answers[command[1]]
+        return self._answer
 
 
-MAY = SlurmAnswer(
-    code=0, out="JobId=7 JobName=train\n   Requeue=1 Restarts=0 BatchFlag=1\n", err=""
-)
-MAY_NOT = SlurmAnswer(code=0, out="JobId=7 JobName=train\n   Requeue=0 Restarts=0\n", err="")
-GOOD = SlurmAnswer(code=0, out="", err="")
+def test_a_job_is_put_back() -> None:
+    slurm = Slurm(SlurmAnswer(code=0, out="", err=""))
+    assert requeue("7", {}, slurm) is None
+    assert slurm.asked == [["scontrol", "requeue", "7"]]
 
 
-def test_a_job_that_may_is_put_back(snapshot: SnapshotAssertion) -> None:
-    slurm = Slurm(MAY, GOOD)
-    chosen = may_go_back("7", {}, slurm)
-    assert chosen.value
-    assert chosen.reason == snapshot
-    # Said before Slurm ends the job for it.
-    assert slurm.asked == [["scontrol", "show", "job", "7"]]
-    assert requeue("7", slurm) is None
-    assert slurm.asked[1:] == [["scontrol", "requeue", "7"]]
-
-
-@pytest.mark.parametrize("shown", [MAY_NOT, None], ids=["may not", "no scontrol"])
-def test_one_that_may_not_says_what_to_do(
-    shown: SlurmAnswer | None, snapshot: SnapshotAssertion
-) -> None:
-    chosen = may_go_back("7", {}, Slurm(shown))
-    assert not chosen.value
-    assert chosen.reason == snapshot
+def test_one_that_slurm_does_not_take_back_says_so() -> None:
+    refused = SlurmAnswer(code=1, out="", err="Access/permission denied for job 7")
+    assert requeue("7", {}, Slurm(refused)) == refused.err
 
 
 def test_without_scontrol_the_line_to_paste_requeues_the_task_alone() -> None:
     task = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    chosen = may_go_back("9", task, Slurm(None))
-    assert requeue_line(task) in chosen.reason
+    assert requeue_line(task) in (requeue("9", task, Slurm(None)) or "")
     assert '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in requeue_line(task)
     assert '"$SLURM_JOB_ID"' in requeue_line({"SLURM_JOB_ID": "7"})
 
@@ -77,28 +59,6 @@ def test_a_task_of_an_array_is_never_addressed_as_the_array(
     variables: dict[str, str], found: str | None
 ) -> None:
     assert job_id(variables) == found
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (
-            SlurmAnswer(code=1, out="", err="Access/permission denied for job 7"),
-            "Access/permission denied for job 7",
-        ),
-        (None, "scontrol is not installed on this host"),
-    ],
-)
-def test_one_that_slurm_does_not_take_back_says_so(answer: SlurmAnswer | None, said: str) -> None:
-    assert requeue("7", Slurm(MAY, answer)) == f"job 7 is not requeued: {said}"
-
-
-def test_one_that_does_not_get_on_does_not_go_round_for_ever() -> None:
-    slurm = Slurm(MAY, GOOD)
-    chosen = may_go_back("7", {}, slurm, why_not="it would not get on")
-    assert not chosen.value
-    assert chosen.reason.endswith(": it would not get on")
-    assert slurm.asked == []
 
 
 @pytest.mark.parametrize(

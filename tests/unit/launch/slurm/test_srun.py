@@ -25,7 +25,7 @@ SIMULATED_HOSTS = Path(__file__).parents[4] / "benchmarks" / "control_plane.py"
 ALLOCATION = Allocation(
     job="41",
     nodes=("n1", "n2"),
-    gpus=(8, 8),
+    gpus_per_node=8,
     cores=64,
     tasks_per_node=8,
     copies=1,
@@ -68,7 +68,7 @@ def as_srun(tmp_path: Path) -> dict[str, str]:
 
 def sized(nodes: int) -> Allocation:
     return dataclasses.replace(
-        ALLOCATION, nodes=tuple(f"n{place}" for place in range(nodes)), gpus=None
+        ALLOCATION, nodes=tuple(f"n{place}" for place in range(nodes)), gpus_per_node=None
     )
 
 
@@ -85,7 +85,7 @@ def test_every_node_connects_as_its_place_and_gets_only_its_own_messages(
         for place, channel in channels.items():
             hello = await asyncio.wait_for(channel.receive(), GIVE_UP_S)
             assert isinstance(hello, protocol.Hello)
-            assert hello.record.pid == place + 1
+            assert hello.record.host == f"node{place:05d}"
         await channels[1].send(protocol.Listen(nonce="n", port=7))
         while not isinstance(
             answer := await asyncio.wait_for(channels[1].receive(), GIVE_UP_S), protocol.Listening

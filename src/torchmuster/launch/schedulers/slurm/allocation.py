@@ -1,11 +1,10 @@
 """The Slurm allocation of this process: its nodes, their GPUs, and whether they suffice."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.decision import Decision
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import run_state
@@ -13,16 +12,12 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.redaction import redact_command
 from torchmuster.runfolder import RunFolder, list_runs
-from torchmuster.units import format_seconds, plural
+from torchmuster.units import format_seconds, name_several, plural
 
 # A user's own script that ran this long is assumed to have made progress.
 _LONG_S = 300.0
-# A node list with more nodes than this is a typing error.
-_MOST_NODES = 100_000
-_NODE_GROUP = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
-# "     Nodes=node[1-3] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:4(IDX:0-3)"
-_SHARE = re.compile(r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>.*)$", re.MULTILINE)
-_GPUS = re.compile(r"(?:^|,)(?:gres/|gres:)?gpu(?::[^,:()]+)??:(?P<count>\d+)(?=[,(]|$)")
+# Of a node list that names more than one node.
+_SEVERAL = re.compile(r"[\[,]")
 
 
 def job_id(environment: Mapping[str, str]) -> str | None:
@@ -56,33 +51,6 @@ def would_not_get_on(
     return None
 
 
-def may_go_back(
-    job: str,
-    environment: Mapping[str, str],
-    ask: jobs.Ask = jobs.run_slurm_command,
-    *,
-    why_not: str | None = None,
-) -> Decision[bool]:
-    """Decide whether to requeue the job that this process runs in.
-
-    ``why_not`` is a known reason against it.
-    """
-    if why_not is not None:
-        return Decision(value=False, reason=f"job {job} is not requeued: {why_not}")
-    answer = ask(["scontrol", "show", "job", job])
-    if answer is None or answer.code != 0:
-        error = answer.err if answer is not None else "scontrol is not installed on this host"
-        reason = (
-            f"job {job} is not requeued: {error}; in a container, add this line to the job script after muster: "
-            f"{requeue_line(environment)}"
-        )
-        return Decision(value=False, reason=reason)
-    if re.search(r"\bRequeue=0\b", answer.out):
-        reason = f"job {job} cannot be requeued (Requeue=0); submit it again to resume"
-        return Decision(value=False, reason=reason)
-    return Decision(value=True, reason=f"requeueing job {job}; it resumes when it starts again")
-
-
 def requeue_line(environment: Mapping[str, str]) -> str:
     """Return the line of a job script that requeues the job if muster, on the line before, has saved."""
     job = "$SLURM_JOB_ID"
@@ -91,17 +59,21 @@ def requeue_line(environment: Mapping[str, str]) -> str:
     return f'if [ $? -eq {int(ExitCode.SAVED)} ]; then scontrol requeue "{job}"; fi'
 
 
-def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str | None:
+def requeue(
+    job: str, environment: Mapping[str, str], ask: jobs.Ask = jobs.run_slurm_command
+) -> str | None:
     """Requeue the job that this process runs in; return the error, None if there is none.
 
     Slurm stops the job and this process, perhaps before this returns: print all messages before the
     call.
     """
     answer = ask(["scontrol", "requeue", job])
-    if answer is not None and answer.code == 0:
-        return None
-    error = answer.err if answer is not None else "scontrol is not installed on this host"
-    return f"job {job} is not requeued: {error}"
+    if answer is None:
+        return (
+            "scontrol is not installed on this host; in a container, add this line to the job script after muster: "
+            f"{requeue_line(environment)}"
+        )
+    return answer.err if answer.code != 0 else None
 
 
 def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> RunFolder | None:
@@ -122,22 +94,16 @@ def earlier_run(spec: JobSpec, root: Path, environment: Mapping[str, str]) -> Ru
 class Allocation:
     """The resources of the Slurm job that this process is part of.
 
-    ``gpus`` is for each node, in the order of ``nodes``; None where Slurm reports no GPUs.
+    ``gpus_per_node`` is None where Slurm does not report it.
     """
 
     job: str  # as srun --jobid takes it
     nodes: tuple[str, ...]
-    gpus: tuple[int, ...] | None
+    gpus_per_node: int | None
     cores: int | None  # on the node of this process
     tasks_per_node: int | None  # None: not requested
     copies: int  # of this program that srun started
     restarts: int  # how often Slurm has requeued the job
-
-    @property
-    def gpus_per_node(self) -> int | None:
-        """The GPUs of each node; None where unknown or not the same on all."""
-        counts = set(self.gpus or ())
-        return counts.pop() if len(counts) == 1 else None
 
 
 def allocation_here(
@@ -148,11 +114,11 @@ def allocation_here(
     node_list = environment.get("SLURM_JOB_NODELIST", "")
     if not job.isdecimal() or not node_list:
         return None
-    nodes = _node_names(node_list, ask)
+    nodes = _node_names(job, node_list, ask)
     return Allocation(
         job=job,
         nodes=nodes,
-        gpus=_gpus(nodes, environment, ask),
+        gpus_per_node=_gpus_per_node(environment, len(nodes)),
         cores=_number(environment.get("SLURM_CPUS_ON_NODE")),
         tasks_per_node=_tasks_per_node(environment, len(nodes)),
         copies=_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
@@ -166,7 +132,7 @@ def check_counts(allocation: Allocation, spec: JobSpec) -> None:
     if spec.hosts:
         raise Impossible(
             f"--hosts was given inside {job}",
-            why=f"the job runs on the nodes that Slurm allocated: {_few(allocation.nodes)}",
+            why=f"the job runs on the nodes that Slurm allocated: {name_several(allocation.nodes)}",
             fix="remove --hosts",
         )
     if allocation.copies > 1:
@@ -175,7 +141,14 @@ def check_counts(allocation: Allocation, spec: JobSpec) -> None:
             why="one muster run starts the ranks on all nodes of the job",
             fix="remove srun before muster run",
         )
-    _check_gpus(allocation, spec)
+    has, requested = allocation.gpus_per_node, spec.ranks
+    is_on_gpus = spec.device != "cpu" and not spec.share
+    if is_on_gpus and has and requested is not None and requested > has:
+        raise Impossible(
+            f"{plural(requested, 'GPU')} per node requested, but {job} has {has}",
+            why="Slurm allocates only the GPUs that a job requests",
+            fix=f"sbatch --gpus-per-node={requested}, or --ranks {has}",
+        )
     ranks = _ranks_per_node(allocation, spec)
     tasks = allocation.tasks_per_node
     if tasks is not None and tasks > 1 and ranks is not None and ranks != tasks:
@@ -201,122 +174,47 @@ def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
     )
 
 
-def expand_hostlist(node_list: str) -> tuple[str, ...]:
-    """Expand ``node[01-03,7],login`` as Slurm does; raises ValueError if it is not a node list."""
-    names: list[str] = []
-    place = 0
-    while place < len(node_list):
-        group = _NODE_GROUP.match(node_list, place)
-        if group is None:
-            raise ValueError(f"{node_list!r} is not a node list")
-        for name in _expand_group(group[1]):
-            names.append(name)
-            if len(names) > _MOST_NODES:
-                raise ValueError(f"{node_list!r} names more than {_MOST_NODES} nodes")
-        place = group.end()
-    return tuple(names)
-
-
-def _expand_group(text: str) -> Iterator[str]:
-    before, bracket, rest = text.partition("[")
-    if not bracket:
-        yield text
-        return
-    inside, _, after = rest.partition("]")
-    for part in inside.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or not (last.isdecimal() if dash else True):
-            raise ValueError(f"{text!r} is not a group of nodes")
-        for number in range(int(first), int(last or first) + 1):
-            for end in _expand_group(after):
-                yield f"{before}{number:0{len(first)}d}{end}"
-
-
-def gpus_by_node(job_text: str) -> dict[str, int]:
-    """Return the job's GPUs on each node from the output of ``scontrol show -d job``."""
-    found: dict[str, int] = {}
-    for share in _SHARE.finditer(job_text):
-        # An index list may contain commas: gpu:a100:2(IDX:0,3)
-        gres = re.sub(r"\([^)]*\)", "", share["gres"].strip())
-        for node in expand_hostlist(share["nodes"]):
-            found[node] = _count_gpus(gres)
-    return found
-
-
-def _count_gpus(gres: str) -> int:
-    return sum(int(match["count"]) for match in _GPUS.finditer(gres))
-
-
-def _check_gpus(allocation: Allocation, spec: JobSpec) -> None:
-    if spec.device == "cpu":
-        return
-    job = f"Slurm job {allocation.job}"
-    gpus = allocation.gpus or ()
-    if gpus and allocation.gpus_per_node is None:
-        each = [f"{node} {count}" for node, count in zip(allocation.nodes, gpus, strict=True)]
-        raise Impossible(
-            f"the nodes of {job} have different numbers of GPUs",
-            why=f"srun cannot give all of them to one step: {_few(each)}",
-            fix=f"sbatch --nodes={len(each)} --gpus-per-node={max(gpus)}",
-        )
-    has, requested = allocation.gpus_per_node, spec.ranks
-    # Where Slurm reports no GPUs, the nodes are queried later.
-    if has and not spec.share and requested is not None and requested > has:
-        raise Impossible(
-            f"{plural(requested, 'GPU')} per node requested, but {job} has {has}",
-            why="Slurm allocates only the GPUs that a job requests",
-            fix=f"sbatch --gpus-per-node={requested}, or --ranks {has}",
-        )
-
-
 def _ranks_per_node(allocation: Allocation, spec: JobSpec) -> int | None:
     if spec.ranks is not None or spec.device == "cpu":
         return spec.ranks
     return allocation.gpus_per_node or None
 
 
-def _node_names(node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
+def _node_names(job: str, node_list: str, ask: jobs.Ask) -> tuple[str, ...]:
+    if not _SEVERAL.search(node_list):
+        return (node_list,)
     answer = ask(["scontrol", "show", "hostnames", node_list])
-    if answer is not None and answer.code == 0 and answer.out.split():
-        return tuple(answer.out.split())
-    try:
-        return expand_hostlist(node_list)
-    except ValueError as error:
+    if answer is None:
         raise Impossible(
-            f"SLURM_JOB_NODELIST is {node_list!r}, which is not a node list",
-            why=str(error),
+            f"Slurm job {job} has several nodes ({node_list}), but Slurm's programs are not installed here",
+            why="Muster starts the ranks on the other nodes with srun; a container has it only if it is mounted",
+            fix="mount Slurm's programs, its configuration and munge's socket into the container, or start muster "
+            "outside the container, or use one node",
+        )
+    if answer.code != 0 or not answer.out.split():
+        raise Impossible(
+            f"Slurm does not know the nodes {node_list!r} of SLURM_JOB_NODELIST",
+            why=answer.err or "scontrol show hostnames lists none",
             fix="run inside a Slurm job, or unset the variable: unset SLURM_JOB_ID",
-        ) from error
+        )
+    return tuple(answer.out.split())
 
 
-def _gpus(
-    nodes: Sequence[str], environment: Mapping[str, str], ask: jobs.Ask
-) -> tuple[int, ...] | None:
-    """Ask Slurm; if it does not answer, use what the job's environment states unambiguously."""
-    answer = ask(["scontrol", "show", "-d", "job", job_id(environment) or ""])
-    if answer is not None and answer.code == 0:
-        by_node = gpus_by_node(answer.out)
-        if all(node in by_node for node in nodes):
-            return tuple(by_node[node] for node in nodes) if any(by_node.values()) else None
-    on_each = _gpus_here(environment)
+def _gpus_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
+    """Return the GPUs of each node by the job's variables; None if they do not say."""
+    on_node = _number(environment.get("SLURM_GPUS_ON_NODE"))
     total = _number(environment.get("SLURM_GPUS"))
-    if not on_each or (total is not None and total != on_each * len(nodes)):
+    if total and total != (on_node or 0) * nodes:
         return None
-    return (on_each,) * len(nodes)
-
-
-def _gpus_in(per_node: str) -> int:
-    """Return the number of GPUs in the value of --gpus-per-node: 4, or a100:2,h100:2."""
-    return _count_gpus(",".join("gpu:" + word for word in per_node.split(",")))
-
-
-def _gpus_here(environment: Mapping[str, str]) -> int | None:
-    if per_node := environment.get("SLURM_GPUS_PER_NODE"):
-        return _gpus_in(per_node) or None
-    if on_node := _number(environment.get("SLURM_GPUS_ON_NODE")):
+    if on_node:
         return on_node
-    listed = environment.get("SLURM_JOB_GPUS") or environment.get("SLURM_STEP_GPUS")
-    return len(listed.split(",")) if listed else None
+    per_task = _number(environment.get("SLURM_GPUS_PER_TASK"))
+    tasks = _tasks_per_node(environment, nodes)
+    if per_task and tasks:
+        return per_task * tasks
+    per_node = environment.get("SLURM_GPUS_PER_NODE", "")  # 4, or a100:2,h100:2
+    counts = [_number(kind.rpartition(":")[2]) or 0 for kind in per_node.split(",")]
+    return sum(counts) or None
 
 
 def _tasks_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
@@ -328,8 +226,3 @@ def _tasks_per_node(environment: Mapping[str, str], nodes: int) -> int | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
-
-
-def _few(parts: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(parts[:8])
-    return shown if len(parts) <= 8 else f"{shown} and {len(parts) - 8} more"

@@ -23,7 +23,7 @@ from torchmuster.launch.network import firewall
 from torchmuster.launch.transports.join import certificate, messages
 from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.messages import Join, Refused, Welcome
-from torchmuster.launch.transports.join.stream import Stream, open_stream
+from torchmuster.launch.transports.join.stream import MessageChannel, Stream, open_stream
 from torchmuster.redaction import printable
 
 CONNECT_S = 3.0
@@ -49,28 +49,7 @@ class Problem(enum.Enum):
 Problems = Mapping[str, Problem]
 
 
-class HostChannel:
-    """The node agent's end of the connection to the launcher; ``host`` is the launcher's address."""
-
-    def __init__(self, stream: Stream, host: str) -> None:
-        self._stream = stream
-        self.host = host
-
-    async def send(self, message: protocol.FromAgent) -> None:
-        """Send a message; on a closed channel this does nothing."""
-        await self._stream.send(protocol.encode(message))
-
-    async def receive(self) -> protocol.ToAgent | None:
-        """Return the next message, or None when the host is gone. Raises ``UnreadableMessage``."""
-        return await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_to_agent)
-
-    def why_closed(self) -> str:
-        """Return the known cause after ``receive`` returned None."""
-        return self._stream.why_closed
-
-    async def close(self) -> None:
-        """Close the connection; the host declares this machine lost."""
-        await self._stream.close()
+HostChannel = MessageChannel[protocol.ToAgent]
 
 
 async def connect_to_host(
@@ -98,7 +77,7 @@ async def connect_to_host(
             if isinstance(first, tuple):
                 waiting.state = f"connected to the host at {first[1]}, waiting to be accepted"
                 result = await _ask(*first, code.secret, place, early=bool(name))
-                if isinstance(result, HostChannel):
+                if isinstance(result, MessageChannel):
                     return result
                 problems = result
             else:
@@ -204,7 +183,7 @@ async def _ask(
         stream.abort("given up")
         raise
     if isinstance(answer, Welcome):
-        return HostChannel(stream, host)
+        return MessageChannel(stream, protocol.decode_to_agent, host=host)
     await stream.close()
     if answer is None:
         return {host: Problem.UNANSWERED}

@@ -9,6 +9,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Generic
 
 from torchmuster.launch import protocol
 
@@ -20,6 +21,7 @@ _UNSENT_BYTES = 64 * 1024
 _CLOSE_WITHIN_S = 2.0
 # A peer that accepts nothing for this long is declared lost.
 SEND_S = 10.0
+_ALIVE = protocol.encode(protocol.Alive())
 
 
 class Stream:
@@ -119,6 +121,37 @@ class Stream:
 
     def _end(self, why: str) -> None:
         self.why_closed = self.why_closed or why
+
+
+class MessageChannel(Generic[protocol.Read]):
+    """Either side's channel (channel.py) over a stream whose other side has proved who it is; ``host`` is its address."""
+
+    def __init__(
+        self, stream: Stream, decode: Callable[[bytes], protocol.Read], *, host: str = ""
+    ) -> None:
+        self._stream = stream
+        self._decode = decode
+        self.host = host
+
+    async def send(self, message: protocol.Message) -> None:
+        """Send a message; on a closed channel this does nothing."""
+        await self._stream.send(protocol.encode(message))
+
+    def say_alive(self) -> bool:
+        """Send a heartbeat if that needs no waiting; return whether it was sent."""
+        return self._stream.send_at_once(_ALIVE)
+
+    async def receive(self) -> protocol.Read | None:
+        """Return the next message, or None when the other side is gone. Raises ``UnreadableMessage``."""
+        return await self._stream.receive(protocol.MESSAGE_LIMIT, self._decode)
+
+    def why_closed(self) -> str:
+        """Return the known cause after ``receive`` returned None."""
+        return self._stream.why_closed
+
+    async def close(self) -> None:
+        """Close the connection; the launcher declares a machine lost that does."""
+        await self._stream.close()
 
 
 async def open_stream(

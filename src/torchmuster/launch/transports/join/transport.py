@@ -1,7 +1,7 @@
 """The host's side of joining: a transport to which machines connect by themselves.
 
 It listens on the given addresses, uses TLS with a certificate made for this run, and gives a place to each machine
-that presents the secret of the run. A machine that is lost before its ranks were started loses its place.
+that presents the secret of the run. The launcher frees the place of a machine that is lost (``reopen``).
 
 No input is trusted before the secret was checked. Until then a connection gets ``GREET_S`` and one message of
 ``JOIN_LIMIT`` bytes, and there are at most ``MOST_UNPROVEN`` such connections. While there are that many, the next one waits
@@ -41,7 +41,7 @@ from torchmuster.launch.transports.join.messages import (
     Refused,
     Welcome,
 )
-from torchmuster.launch.transports.join.stream import Stream, accept_stream
+from torchmuster.launch.transports.join.stream import MessageChannel, Stream, accept_stream
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.redaction import printable
 
@@ -52,49 +52,9 @@ _BACKLOG = 4096
 # Without a fixed port: how often to try another one, if the first is in use on another address.
 _TRIES = 20
 _ACCEPT_AGAIN_S = 0.05
-_ALIVE = protocol.encode(protocol.Alive())
 
 
-class JoinedChannel:
-    """A channel (channel.py) over TLS. ``on_lost`` is called if it ends before the machine's ranks were started."""
-
-    def __init__(self, stream: Stream, on_lost: Callable[["JoinedChannel"], None]) -> None:
-        self._stream = stream
-        self._has_work = False
-        self._on_lost = on_lost
-
-    async def send(self, message: protocol.ToAgent) -> None:
-        """Send a message; on a closed channel this does nothing."""
-        if isinstance(message, protocol.Start | protocol.Leave):
-            self._has_work = True
-        await self._stream.send(protocol.encode(message))
-
-    def say_alive(self) -> bool:
-        """Send a heartbeat if that needs no waiting; return whether it was sent."""
-        return self._stream.send_at_once(_ALIVE)
-
-    async def receive(self) -> protocol.FromAgent | None:
-        """Return the next message, or None when the machine is gone. Raises ``UnreadableMessage``."""
-        try:
-            message = await self._stream.receive(protocol.MESSAGE_LIMIT, protocol.decode_from_agent)
-        except protocol.UnreadableMessage:
-            self._lost()
-            raise
-        if message is None:
-            self._lost()
-        return message
-
-    def why_closed(self) -> str:
-        """Return the known cause of the end."""
-        return self._stream.why_closed
-
-    async def close(self) -> None:
-        """Close the connection to the machine."""
-        await self._stream.close()
-
-    def _lost(self) -> None:
-        if not self._has_work:
-            self._on_lost(self)
+JoinedChannel = MessageChannel[protocol.FromAgent]
 
 
 class JoinTransport(Transport):
@@ -138,7 +98,6 @@ class JoinTransport(Transport):
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._unproven: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     @property
     def places(self) -> Sequence[str]:
@@ -182,9 +141,10 @@ class JoinTransport(Transport):
         if self._local is not None and place == 0:
             await self._local.reopen(place)
             return
-        channel = self._channels.get(place)
+        channel = self._channels.pop(place, None)
         if channel is not None:
-            self._vacate(place)
+            del self._names[place]
+            self._lost_at_s[place] = time.monotonic()
             await channel.close()
 
     def waiting_for(self, place: int) -> str:
@@ -202,7 +162,6 @@ class JoinTransport(Transport):
 
     async def close(self) -> None:
         """Stop listening and close all connections; the code is invalid after this."""
-        self._closed = True
         tasks = [*self._accepting, *self._unproven]
         for task in tasks:
             task.cancel()
@@ -273,7 +232,7 @@ class JoinTransport(Transport):
             await stream.send(msgspec.json.encode(answer))
             await stream.close()
             return
-        channel = JoinedChannel(stream, self._lost)
+        channel = MessageChannel(stream, protocol.decode_from_agent)
         self._channels[answer.place] = channel
         self._names[answer.place] = printable([join.host])
         self._lost_at_s.pop(answer.place, None)
@@ -297,18 +256,6 @@ class JoinTransport(Transport):
             self._reported.add(reason)
             self._on_event(f"refused a connection from {stream.peer_address()}: {why}")
         return Refused(reason=reason, why=why, protocol=protocol.PROTOCOL, torchmuster=__version__)
-
-    def _lost(self, channel: JoinedChannel) -> None:
-        """Free the place of a machine, unless another one has it by now."""
-        for place, joined in self._channels.items():
-            if joined is channel and not self._closed:
-                self._vacate(place)
-                return
-
-    def _vacate(self, place: int) -> None:
-        del self._channels[place]
-        del self._names[place]
-        self._lost_at_s[place] = time.monotonic()
 
 
 def open_listeners(addresses: Sequence[str], port: int | None) -> list[socket.socket]:

@@ -8,7 +8,7 @@ from script_checkpoints import cut, record, torch_file
 from torchmuster.checkpoints import manifest
 from torchmuster.checkpoints.store import open_store
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.training_progress import TrainingProgress, read_training_progress
+from torchmuster.launch.launcher.restart import TrainingProgress, read_training_progress
 from torchmuster.runfolder import create_run_folder
 
 SCRIPT = JobSpec(name="x", command=("x.py",), folder="/")
