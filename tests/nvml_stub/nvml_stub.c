@@ -32,8 +32,6 @@ enum {
     DEFAULT_SWITCHES = 6,  /* NVSwitches of one island: an HGX A100 board has six */
     FIRST_SWITCH_BUS = 0xC4,
     MEBIBYTE = 1 << 20,
-    MAX_EVENT_SETS = 16,
-    EVENT_SLICE_MS = 10, /* how often a wait looks whether the scenario has a new event */
 };
 
 /* ---- what nvml.h would give: codes and layouts that are part of the binary interface ---- */
@@ -77,7 +75,6 @@ enum {
     NVML_P2P_STATUS_NOT_SUPPORTED = 5,
 };
 
-#define NVML_EVENT_TYPE_XID 0x8ULL
 #define NVML_NO_INSTANCE 0xFFFFFFFFu
 #define NVML_VALUE_NOT_AVAILABLE (~0ULL)
 
@@ -151,21 +148,6 @@ typedef struct {
     unsigned gpuInstanceSliceCount, computeInstanceSliceCount;
     unsigned long long memorySizeMB;
 } nvmlDeviceAttributes_t;
-
-typedef struct {
-    nvmlDevice_t device;
-    unsigned long long eventType, eventData;
-    unsigned gpuInstanceId, computeInstanceId;
-} nvmlEventData_t;
-
-/* Which devices are listened to, and how many of their "xids" have been told or came before. */
-typedef struct {
-    bool used;
-    bool listens[MAX_DEVICES];
-    size_t told[MAX_DEVICES];
-} event_set;
-
-typedef event_set *nvmlEventSet_t;
 
 /* ---- the scenario, kept up to date with its file ---- */
 
@@ -1121,105 +1103,6 @@ nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, void *valu
         first->value = action;
     }
     return leave_device(&t, result);
-}
-
-/* ---- events: the numbers that a scenario's "xids" gets after a device is listened to ---- */
-
-static event_set event_sets[MAX_EVENT_SETS];
-
-static bool is_our_set(const event_set *set)
-{
-    uintptr_t offset = (uintptr_t)set - (uintptr_t)event_sets;
-    return offset < sizeof event_sets && offset % sizeof(event_set) == 0 && set->used;
-}
-
-static size_t xid_count(unsigned index)
-{
-    const json *xids = json_member(scenario.devices[index], "xids");
-    return xids != NULL && xids->type == JSON_ARRAY ? xids->count : 0;
-}
-
-nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set)
-{
-    nvmlReturn_t result = enter_system(__func__);
-    if (result != NVML_SUCCESS)
-        return leave(result);
-    for (unsigned place = 0; place < MAX_EVENT_SETS; place++)
-        if (!event_sets[place].used) {
-            event_sets[place] = (event_set){.used = true};
-            *set = &event_sets[place];
-            return leave(NVML_SUCCESS);
-        }
-    return leave(NVML_ERROR_UNKNOWN); /* some test does not free its sets */
-}
-
-nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types,
-                                      nvmlEventSet_t set)
-{
-    target t;
-    nvmlReturn_t result = enter_device(device, __func__, &t);
-    if (result == NVML_SUCCESS && (!is_our_set(set) || types != NVML_EVENT_TYPE_XID || is_mig(&t)))
-        result = NVML_ERROR_INVALID_ARGUMENT;
-    if (result == NVML_SUCCESS) {
-        set->listens[t.index] = true;
-        set->told[t.index] = xid_count(t.index);
-    }
-    return leave_device(&t, result);
-}
-
-/* What comes first is told first; a lost device is told when nothing else is left to tell. */
-static nvmlReturn_t next_event(event_set *set, nvmlEventData_t *data)
-{
-    nvmlReturn_t nothing = NVML_ERROR_TIMEOUT;
-
-    for (unsigned index = 0; index < scenario.count; index++) {
-        if (!set->listens[index])
-            continue;
-        if (set->told[index] < xid_count(index)) {
-            const json *xids = json_member(scenario.devices[index], "xids");
-            *data = (nvmlEventData_t){
-                .device = handle_of(index, -1),
-                .eventType = NVML_EVENT_TYPE_XID,
-                .eventData = json_item(xids, set->told[index])->integer,
-                .gpuInstanceId = NVML_NO_INSTANCE,
-                .computeInstanceId = NVML_NO_INSTANCE,
-            };
-            set->told[index]++;
-            return NVML_SUCCESS;
-        }
-        if (is_lost(index))
-            nothing = NVML_ERROR_GPU_IS_LOST;
-    }
-    return nothing;
-}
-
-nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned timeout_ms)
-{
-    for (unsigned waited_ms = 0;; waited_ms += EVENT_SLICE_MS) {
-        nvmlReturn_t result = enter_system(__func__);
-        if (result == NVML_SUCCESS && (!is_our_set(set) || data == NULL))
-            result = NVML_ERROR_INVALID_ARGUMENT;
-        if (result == NVML_SUCCESS)
-            result = next_event(set, data);
-        leave(result);
-        if (result != NVML_ERROR_TIMEOUT || waited_ms >= timeout_ms)
-            return result;
-        nanosleep(&(struct timespec){.tv_nsec = EVENT_SLICE_MS * 1000000L}, NULL);
-    }
-}
-
-nvmlReturn_t nvmlEventSetWait(nvmlEventSet_t set, nvmlEventData_t *data, unsigned timeout_ms)
-{
-    return nvmlEventSetWait_v2(set, data, timeout_ms);
-}
-
-nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set)
-{
-    nvmlReturn_t result = enter();
-    if (!is_our_set(set))
-        return leave(NVML_ERROR_INVALID_ARGUMENT);
-    set->used = false;
-    return leave(result);
 }
 
 /* ---- MIG ---- */

@@ -59,14 +59,15 @@ class ExporterOptions(RunsOptions):
 )
 def run(options: ExporterOptions) -> int:
     """Serve the metrics until SIGINT or SIGTERM."""
-    from torchmuster.devices import snapshot
+    from torchmuster.devices.readers.nvml import keep_nvml_open
+    from torchmuster.devices.snapshot import take_snapshot
     from torchmuster.monitor.collecting.collector import Collector
     from torchmuster.monitor.exporter import metrics_text, serve_metrics
 
     tls = _tls(options.certificate, options.client_ca)
     with contextlib.ExitStack() as stack:
-        look = stack.enter_context(snapshot.listening_to_events())
-        collector = Collector(options.runs, look, all_ranks=options.all_ranks)
+        stack.enter_context(keep_nvml_open())
+        collector = Collector(options.runs, take_snapshot, all_ranks=options.all_ranks)
         text = metrics_text(collector.samples())  # fail now if something is missing
         if options.once:
             output.print_text(text, end="")

@@ -59,8 +59,6 @@ class Device:
     ``index`` is the vendor tool's index (``nvidia-smi``), which is not always torch's: only
     ``uuid`` names a device everywhere. ``trouble`` is the error met while reading the device;
     values read before the error are kept. ``energy_j`` counts from when the driver was loaded.
-    ``xid_errors`` are NVIDIA's numbers of critical errors and the count of each, None unless a
-    listener is active (see ``snapshot.listening_to_events``).
     """
 
     kind: DeviceKind
@@ -85,7 +83,6 @@ class Device:
     compute_capability: tuple[int, int] | None = None
     compute_prohibited: bool = False
     throttled_by: tuple[str, ...] = ()
-    xid_errors: tuple[tuple[int, int], ...] | None = None
     processes: tuple[DeviceProcess, ...] = ()
     trouble: str | None = None
 

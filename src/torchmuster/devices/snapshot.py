@@ -4,8 +4,7 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,7 @@ import msgspec
 from torchmuster import untrusted
 from torchmuster.devices import processes
 from torchmuster.devices.model import Device, DeviceKind, DeviceProcess, Node, label_all
-from torchmuster.devices.readers import amd, apple, cpu, intel, nvml, nvml_events
+from torchmuster.devices.readers import amd, apple, cpu, intel, nvml
 from torchmuster.finding import Finding, Status
 from torchmuster.runfolder import write_atomically
 from torchmuster.units import format_bytes, format_seconds, plural
@@ -262,15 +261,3 @@ def take_snapshot_with_history(environment: Mapping[str, str] | None = None) -> 
     if record or fresh:
         save_sightings(path, fresh)
     return node
-
-
-@contextmanager
-def listening_to_events() -> Iterator[Callable[[], Node]]:
-    """Yield a snapshot function that adds the critical errors reported since this was entered."""
-    with nvml_events.XidErrors() as errors:
-
-        def look() -> Node:
-            node = take_snapshot()
-            return dataclasses.replace(node, accelerators=errors.added_to(node.accelerators))
-
-        yield look

@@ -282,17 +282,6 @@ ALERTS: tuple[Alert, ...] = (
         fix="reboot the host; if the errors come back, replace the GPU",
     ),
     Alert(
-        name="MusterGpuError",
-        severity="critical",
-        metric=catalogue.GPU_XID,
-        when=lambda series, limit: series.has("kind", "device") and series.value > limit,
-        limit=0,
-        summary="{host}: the driver reported a critical error on GPU {gpu_uuid} (Xid {xid})",
-        why="the GPU, its memory, its links or its firmware failed; programs on it fail or hang",
-        fix="sudo dmesg | grep -i xid shows the error; reset the GPU or reboot the host, then "
-        "restart the exporter; if the error comes back, replace the GPU",
-    ),
-    Alert(
         name="MusterGpuMemoryNearLimit",
         severity="info",
         metric=catalogue.GPU_MEMORY_USED,

@@ -220,14 +220,6 @@ GPU_THROTTLED = Metric(
     labels=("reason",),
     level=_ON_DEVICES,
 )
-GPU_XID = Metric(
-    "muster_gpu_xid_errors_total",
-    _DEVICE,
-    "critical errors reported by the driver since the exporter started: xid is NVIDIA's "
-    "error number (0: any other), kind is program if the GPU stays usable, else device",
-    labels=("kind", "xid"),
-    level=_ON_DEVICES,
-)
 
 # ---- host
 HOST_CPU = Metric("muster_host_cpu_ratio", _HOST, "CPU utilization")
@@ -319,7 +311,6 @@ METRICS = (
     GPU_ENERGY,
     GPU_ECC,
     GPU_THROTTLED,
-    GPU_XID,
     HOST_CPU,
     HOST_MEMORY_AVAILABLE,
     HOST_MEMORY,

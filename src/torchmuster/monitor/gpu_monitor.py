@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 
-from torchmuster.devices import snapshot
+from torchmuster.devices.readers.nvml import keep_nvml_open
+from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.devices.as_json import device_numbers
 from torchmuster.devices.model import Node
 from torchmuster.devices.visibility import visible
@@ -80,7 +81,7 @@ class GPUMonitor:
         self._watches = _number_in("LOCAL_RANK") == 0
         with ExitStack() as stack:
             if self._watches:
-                self._take = stack.enter_context(snapshot.listening_to_events())
+                stack.enter_context(keep_nvml_open())
                 if tensorboard_folder is not None and _number_in("RANK") == 0:
                     self._board = _open_tensorboard(tensorboard_folder)
                     stack.callback(_close_tensorboard, self._board)
@@ -148,7 +149,7 @@ class GPUMonitor:
         self._look()
 
     def _look(self) -> None:
-        node = self._take()
+        node = take_snapshot()
         seen = tuple(visible(node.accelerators, os.environ).devices)
         with self._lock:
             self._node = dataclasses.replace(node, accelerators=seen)

@@ -50,7 +50,6 @@ DEVICE = {
     "reserved_bytes",
     "utilization_percent",
     "uuid",
-    "xid_errors",
 }
 ACCELERATOR = DEVICE | {"claim", "hidden_by", "in_use", "visible"}
 PROCESS = {

@@ -207,18 +207,6 @@ SCENARIOS += [
         ((catalogue.GPU_ECC, {**GPU, "kind": "corrected"}, [9.0]),),
         raised=False,
     ),
-    Scenario(
-        "MusterGpuError",
-        "it fell off the bus",
-        ((catalogue.GPU_XID, {**GPU, "kind": "device", "xid": "79"}, [1.0]),),
-        raised=True,
-    ),
-    Scenario(
-        "MusterGpuError",
-        "a program read what is not its own",
-        ((catalogue.GPU_XID, {**GPU, "kind": "program", "xid": "31"}, [3.0]),),
-        raised=False,
-    ),
     *_beside(
         "MusterGpuMemoryNearLimit",
         catalogue.GPU_MEMORY_USED,

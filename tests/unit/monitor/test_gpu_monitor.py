@@ -131,9 +131,9 @@ def test_a_card_that_fails_is_told_to_the_log(
     scenario = scenarios.eight_a100_idle()
     machine(scenario)
     with caplog.at_level(logging.WARNING), GPUMonitor():
-        scenario["devices"][3]["xids"] = [79]
+        scenario["devices"][3]["ecc"]["uncorrected"] = 1
         machine(scenario)  # the last look sees it
-    assert "(Xid 79)" in caplog.text
+    assert "uncorrected memory (ECC) errors" in caplog.text
 
 
 def test_other_ranks_of_the_machine_are_quiet(

@@ -16,7 +16,6 @@ import psutil
 
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, Node
-from torchmuster.devices.readers.nvml_events import OF_PROGRAMS
 from torchmuster.devices.tickets import read_tickets
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.launch.history.node_records import NodeRanks
@@ -103,9 +102,6 @@ def device_samples(node: Node) -> Iterator[Sample]:
         for kind, count in _memory_errors(device):
             if count is not None:
                 yield Sample(catalogue.GPU_ECC, (*labels, kind), float(count))
-        for number, count in device.xid_errors or ():
-            kind = "program" if number in OF_PROGRAMS else "device"
-            yield Sample(catalogue.GPU_XID, (*labels, kind, str(number)), float(count))
         for reason in device.throttled_by:
             yield Sample(catalogue.GPU_THROTTLED, (*labels, reason), 1.0)
 
