@@ -358,7 +358,7 @@ class Launch:
     address: Annotated[
         Text | None,
         Meta(
-            description="Rendezvous address or network interface of the first host; one that all hosts "
+            description="Rendezvous address of the first host; one that all hosts "
             "reach if left out."
         ),
     ] = None

@@ -6,7 +6,7 @@ import time
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.network import firewall
-from torchmuster.launch.network.reach import meaning_of_errno
+from torchmuster.launch.network.reach import meaning_of
 
 # The kernel reports an absent host after about 3 s; a firewall rejects at once.
 _AT_ONCE_S = 1.0
@@ -67,7 +67,7 @@ def _why(problem: str, address: str, port: int, timeout_s: float) -> str:
         "prohibited": "a firewall on that host or on the path prohibits the connection (ICMP)",
         "absent": "no reply from that address: the host is off, or on another network",
     }
-    return texts.get(problem) or meaning_of_errno(problem, timeout_s)
+    return texts.get(problem) or meaning_of(problem, timeout_s)
 
 
 def _fix(problem: str, address: str, port: int) -> str:

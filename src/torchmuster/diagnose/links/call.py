@@ -41,8 +41,9 @@ async def call(argument: Any) -> Any:
         )
         figures = None
         if connection is not None:
-            with connection:
-                figures = await _measure(connection) if request.measure else None
+            if request.measure:
+                figures = await _measure(connection)
+            connection[1].close()
         return Result(problem=_problem(reached), seconds=reached.seconds, figures=figures)
 
     results = await asyncio.gather(*map(call_target, request.targets))
@@ -68,9 +69,8 @@ def local_end(address: str) -> str:
         return str(sock.getsockname()[0])
 
 
-async def _measure(connection: socket.socket) -> Figures:
+async def _measure(connection: reach.Connection) -> Figures:
     """Measure the round trip, the speed and the wrong bytes; stop where nothing passes any more."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     message, block = os.urandom(_PING_BYTES), os.urandom(_BLOCK_BYTES)
     trips_s: list[float] = []
     bytes_per_s, wrong_bytes = None, 0
@@ -100,33 +100,33 @@ async def _measure(connection: socket.socket) -> Figures:
 
 
 async def _echo(
-    connection: socket.socket, block: bytes, count: int, within_s: float
+    connection: reach.Connection, block: bytes, count: int, within_s: float
 ) -> tuple[float, int]:
     """Send a block ``count`` times while receiving its echoes; return the seconds and wrong bytes."""
     began = time.monotonic()
-    sending = asyncio.create_task(_send(connection, block, count))
+    reader, writer = connection
+    sending = asyncio.create_task(_send(writer, block, count))
     try:
         async with asyncio.timeout(within_s):
-            wrong_bytes = await _receive(connection, block, count)
+            wrong_bytes = await _receive(reader, block, count)
             await sending
     finally:
         sending.cancel()
     return time.monotonic() - began, wrong_bytes
 
 
-async def _send(connection: socket.socket, block: bytes, count: int) -> None:
-    loop = asyncio.get_running_loop()
+async def _send(writer: asyncio.StreamWriter, block: bytes, count: int) -> None:
     for _ in range(count):
-        await loop.sock_sendall(connection, block)
+        writer.write(block)
+        await writer.drain()
 
 
-async def _receive(connection: socket.socket, block: bytes, count: int) -> int:
+async def _receive(reader: asyncio.StreamReader, block: bytes, count: int) -> int:
     """Receive the block so many times; return how many bytes were wrong."""
-    loop = asyncio.get_running_loop()
     received = wrong_bytes = 0
     while received < count * len(block):
         offset = received % len(block)
-        piece = await loop.sock_recv(connection, len(block) - offset)
+        piece = await reader.read(len(block) - offset)
         if not piece:
             raise ConnectionError("the peer closed the connection")
         expected = block[offset : offset + len(piece)]

@@ -43,7 +43,7 @@ async def open_service(argument: Any) -> Any:
             ports.append(decision.value)
             rendezvous_port, reason = decision.value.port, decision.reason
     for port in ports:
-        port.answer(request.nonce, _echo)
+        await port.answer(request.nonce, _echo)
     _open[request.nonce] = ports
     served = Served(
         port=ports[0].port,
@@ -63,16 +63,15 @@ async def close_service(argument: Any) -> None:
         await port.close()
 
 
-async def _echo(connection: socket.socket) -> None:
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Return what a caller sends until it disconnects or times out."""
-    loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):  # also a timeout
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         piece = b"-"
         while piece:
             async with asyncio.timeout(_PATIENCE_S):
-                piece = await loop.sock_recv(connection, _PIECE_BYTES)
-                await loop.sock_sendall(connection, piece)
+                piece = await reader.read(_PIECE_BYTES)
+                writer.write(piece)
+                await writer.drain()
 
 
 def interfaces_here() -> tuple[Interface, ...]:

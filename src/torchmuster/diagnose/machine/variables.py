@@ -1,9 +1,8 @@
 """Environment variables that make runs fail, hang or slow down."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from torchmuster.devices.model import DeviceKind, LinkKind
+from torchmuster.devices.model import LinkKind
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.visibility import STAGES, visible
 from torchmuster.diagnose.check import Check, Surroundings
@@ -110,26 +109,12 @@ def _devices(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _interfaces(surroundings: Surroundings) -> Iterator[Finding]:
-    """Yield a failure for interfaces that cannot work, a warning for single-host ones."""
-    known = interfaces.read_interfaces()
-    gpus = surroundings.look().main_kind is DeviceKind.CUDA
-    chosen = []
-    all_well = True
-    for variable in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE):
-        value = surroundings.environment.get(variable, "")
-        findings = interfaces.socket_findings({variable: value}, known, alone=True, gpus=gpus)
-        if not findings:
-            for finding in interfaces.socket_findings(
-                {variable: value}, known, alone=False, gpus=gpus
-            ):
-                what = f"{variable}={value} works on this host alone"
-                findings.append(replace(finding, status=Status.WARNING, what=what))
-        yield from findings
-        all_well = all_well and not findings
-        if value:
-            chosen.append(value)
-    if all_well:
-        seen = f"interface {chosen[0]} chosen" if chosen else "no interface chosen"
+    """Yield a failure for an interface that gloo cannot use."""
+    findings = interfaces.socket_findings(surroundings.environment, interfaces.read_interfaces())
+    yield from findings
+    if not findings:
+        value = surroundings.environment.get(interfaces.GLOO_VARIABLE)
+        seen = f"interface {value} chosen" if value else "no interface chosen"
         yield Finding(name="chosen-interfaces", status=Status.OK, what=seen)
 
 

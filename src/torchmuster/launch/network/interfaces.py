@@ -20,23 +20,21 @@ from torchmuster.launch import protocol
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 
-# Bridges between a host and its containers or virtual machines: they do not reach other hosts.
-_BRIDGES_WITHIN = re.compile(
+# Bridges and networks of containers and virtual machines; most do not reach other hosts.
+_BRIDGES = re.compile(
     r"docker\d|docker_gwbridge|br-|virbr|podman|lxcbr|lxdbr|vboxnet|vmnet|vEthernet \("
+    r"|veth|cni|flannel|kube|cali|cilium|lxc|weave|antrea|ovn|vxlan"
 )
-# Container networks that may span hosts.
-_CONTAINERS = re.compile(r"veth|cni|flannel|kube|cali|cilium|lxc|weave|antrea|ovn|vxlan")
 _VPNS = re.compile(r"tun|tap|wg|tailscale|utun|ppp|zt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface; ``speed_mbits`` is 0 if the system does not report it."""
+    """A network interface."""
 
     name: str
     up: bool
     addresses: tuple[str, ...]
-    speed_mbits: int = 0
 
     @property
     def is_loopback(self) -> bool:
@@ -61,7 +59,6 @@ def read_interfaces() -> tuple[Interface, ...]:
             name=name,
             up=state is not None and state.isup,
             addresses=tuple(own),
-            speed_mbits=state.speed if state is not None else 0,
         )
         interfaces.append(interface)
     return tuple(interfaces)
@@ -70,10 +67,9 @@ def read_interfaces() -> tuple[Interface, ...]:
 def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[protocol.Address]:
     """Return the addresses at which other hosts may reach this one, the most likely first.
 
-    Ordinary interfaces come before VPNs, VPNs before container bridges; fast before slow, IPv4 before
-    IPv6, and link-local addresses (169.254) last.
+    Ordinary interfaces come before VPNs, VPNs before container bridges; IPv4 before IPv6, and link-local addresses (169.254) last.
     """
-    ordered: list[tuple[tuple[bool, int, int, int], protocol.Address]] = []
+    ordered: list[tuple[tuple[bool, int, int], protocol.Address]] = []
     for interface in _given(interfaces):
         if not interface.up or interface.is_loopback:
             continue
@@ -82,14 +78,14 @@ def interface_candidates(interfaces: Sequence[Interface] | None = None) -> list[
             if address.version == 6 and address.is_link_local:
                 continue
             distance = _distance(interface.name)
-            order = (address.is_link_local, distance, -interface.speed_mbits, address.version)
+            order = (address.is_link_local, distance, address.version)
             ordered.append((order, protocol.Address(address=text, interface=interface.name)))
     ordered.sort(key=lambda item: item[0])
     return [address for _, address in ordered]
 
 
 def _distance(name: str) -> int:
-    if _BRIDGES_WITHIN.match(name) or _CONTAINERS.match(name):
+    if _BRIDGES.match(name):
         return 2
     return 1 if _VPNS.match(name) else 0
 
@@ -175,92 +171,32 @@ def socket_variables(interface: str, environment: Mapping[str, str]) -> dict[str
 
 
 def socket_findings(
-    environment: Mapping[str, str], interfaces: Sequence[Interface], *, alone: bool, gpus: bool
+    environment: Mapping[str, str], interfaces: Sequence[Interface]
 ) -> list[Finding]:
-    """Return a failure for each interface variable set by the user that cannot work here.
+    """Return a failure if the user's ``GLOO_SOCKET_IFNAME`` cannot work on this host.
 
-    ``alone`` means that the run has no other hosts; without ``gpus`` NCCL is not used.
+    gloo takes names of interfaces only: with NCCL's ``^lo`` it ends with "Unable to find address for: ^lo". NCCL checks its own
+    variable, and says what is wrong.
     """
-    findings = []
-    for variable, equals in ((GLOO_VARIABLE, ""), (NCCL_VARIABLE, "=")):
-        value = environment.get(variable, "")
-        if not value or (variable == NCCL_VARIABLE and not gpus):
-            continue
-        why = _trouble(variable, value, interfaces, alone=alone)
-        if not why:
-            continue
-        listed = []
-        for known in interfaces:
-            if known.addresses:
-                state = "" if known.up else "; down"
-                listed.append(f"{known.name} ({', '.join(known.addresses)}{state})")
-        fix = f"unset {variable}  # Muster then uses the interface that reaches the other hosts"
-        for best in interface_candidates(interfaces)[:1]:
-            fix += f"\nexport {variable}={equals}{best.interface}  # or choose one"
-        findings.append(
-            Finding(
-                name="socket-interface",
-                status=Status.FAILURE,
-                what=f"{variable}={value} cannot work on this host",
-                why=why,
-                fix=fix,
-                evidence=f"interfaces here: {', '.join(listed) or 'none with an address'}",
-            )
+    value = environment.get(GLOO_VARIABLE, "")
+    usable = [known.name for known in interfaces if known.up and known.addresses]
+    unusable = [name for name in value.split(",") if name and name not in usable]
+    if not unusable:
+        return []
+    return [
+        Finding(
+            name="socket-interface",
+            status=Status.FAILURE,
+            what=f"{GLOO_VARIABLE}={value} cannot work on this host",
+            why=f"{unusable[0]} is not the name of an interface that is up and has an address; "
+            f"gloo would fail with “Unable to find address for: {unusable[0]}”",
+            fix=f"unset {GLOO_VARIABLE}  # Muster then uses the interface that reaches the other hosts",
+            evidence=f"interfaces here: {', '.join(usable) or 'none with an address'}",
         )
-    return findings
+    ]
 
 
-def check_socket_variables(environment: Mapping[str, str], *, alone: bool, gpus: bool) -> None:
-    """Raise ``Impossible`` if an interface variable set by the user cannot work here."""
-    for finding in socket_findings(environment, read_interfaces(), alone=alone, gpus=gpus):
+def check_socket_variables(environment: Mapping[str, str]) -> None:
+    """Raise ``Impossible`` if the interface that the user chose for gloo cannot work here."""
+    for finding in socket_findings(environment, read_interfaces()):
         raise Impossible(finding.what, why=f"{finding.why}\n{finding.evidence}", fix=finding.fix)
-
-
-def _trouble(variable: str, value: str, interfaces: Sequence[Interface], *, alone: bool) -> str:
-    """Return why a value cannot work; "" if it can."""
-    usable = [known for known in interfaces if known.addresses]
-    if variable == NCCL_VARIABLE:
-        named = [known for known in usable if _nccl_takes(value, known.name)]
-        if not named:
-            return "no interface matches it; NCCL would fail with “no socket interface found”"
-        return _trouble_with(named, alone)
-    if value[0] in "^=":
-        return (
-            f"{value[0]} is NCCL syntax; gloo expects plain interface names and would look for one "
-            f"named {value!r}"
-        )
-    for name in value.split(","):
-        named = [known for known in usable if known.name == name]
-        if not named:
-            error = f"Unable to find address for: {name}"
-            return f"{name} does not exist or has no address; gloo would fail with “{error}”"
-        trouble = _trouble_with(named, alone)
-        if trouble:
-            return trouble
-    return ""
-
-
-def _trouble_with(named: Sequence[Interface], alone: bool) -> str:
-    """Return why these interfaces cannot be used; of several, the first that is up is used."""
-    working = [interface for interface in named if interface.up]
-    if not working:
-        return f"{named[0].name} is down"
-    if alone:
-        return ""
-    # NCCL uses the first one for its bootstrap, and does not exclude loopback by itself.
-    name = working[0].name
-    if working[0].is_loopback:
-        return f"{name} is loopback: this host cannot reach other hosts through it"
-    if _BRIDGES_WITHIN.match(name):
-        return f"{name} is the bridge to the containers or virtual machines on this host, and does not reach other hosts"
-    return ""
-
-
-def _nccl_takes(value: str, name: str) -> bool:
-    """Match as NCCL does: name prefixes; ``=`` exact names, ``^`` all except these."""
-    leaves_out = value.startswith("^")
-    rest = value.removeprefix("^")
-    exact = rest.startswith("=")
-    words = [word for word in rest.removeprefix("=").split(",") if word]
-    hit = any(name == word if exact else name.startswith(word) for word in words)
-    return hit != leaves_out

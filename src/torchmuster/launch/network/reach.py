@@ -1,7 +1,6 @@
 """Try to reach the first host at each of its addresses, and choose the one that all hosts can reach."""
 
 import asyncio
-import contextlib
 import errno
 import hmac
 import ipaddress
@@ -21,6 +20,7 @@ from torchmuster.units import name_several
 
 # The results of each other host, with its name.
 Answers = Sequence[tuple[str, protocol.Reached]]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _PROBLEMS = {
     errno.ETIMEDOUT: "timeout",
@@ -40,7 +40,6 @@ _MEANINGS = {
     "no-name": "the name does not resolve there",
     "not-tried": "not tried",
 }
-_OF_A_FIREWALL = {"timeout", "refused", "unreachable", "not-tried"}
 
 
 async def try_all_calls(
@@ -55,60 +54,47 @@ async def try_all_calls(
     for result, connection in await asyncio.gather(*tries):
         results.append(result)
         if connection is not None:
-            connection.close()
+            connection[1].close()
     return protocol.Reached(results=tuple(results))
 
 
 async def connect_to(
     target: protocol.Target, nonce: str, *, timeout_s: float, interfaces: Sequence[Interface]
-) -> tuple[protocol.ReachResult, socket.socket | None]:
+) -> tuple[protocol.ReachResult, Connection | None]:
     """Try one target; return the result, and the open connection on success."""
-    begun = time.monotonic()
+    began_s = time.monotonic()
+    connection: Connection | None = None
     local = None
     problem = ""
-    family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
-    with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        connection.setblocking(False)
-        try:
-            async with asyncio.timeout(timeout_s):
-                loop = asyncio.get_running_loop()
-                await loop.sock_connect(connection, (target.address, target.port))
-                own = str(connection.getsockname()[0])
-                interface = network_interfaces.interface_of(own, interfaces) or ""
-                local = protocol.Address(address=own, interface=interface)
-                if not await _knows(connection, nonce):
-                    problem = "impostor"
-        except TimeoutError:
-            problem = "timeout"
-        except socket.gaierror:
-            problem = "no-name"
-        except OSError as error:
-            problem = _PROBLEMS.get(error.errno or 0, "unreachable")
-        if problem == "refused" and network_interfaces.is_local(target.address, interfaces):
-            # An address that every host has (docker0): we connected to ourselves.
-            problem = "impostor"
-        result = protocol.ReachResult(
-            target=target, problem=problem, seconds=time.monotonic() - begun, local=local
-        )
-        if problem:
-            return result, None
-        undo.pop_all()
-        return result, connection
-
-
-async def _knows(connection: socket.socket, nonce: str) -> bool:
-    """Return whether the other side answers with the nonce."""
-    loop = asyncio.get_running_loop()
-    wanted, answer = nonce.encode() + b"\n", b""
-    with contextlib.suppress(ConnectionError):  # it closed the connection
-        await loop.sock_sendall(connection, request_line(nonce))
-        while len(answer) < len(wanted):
-            piece = await loop.sock_recv(connection, len(wanted) - len(answer))
-            if not piece:
-                break
-            answer += piece
-    return hmac.compare_digest(answer, wanted)
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await asyncio.open_connection(target.address, target.port)
+            reader, writer = connection
+            own = str(writer.get_extra_info("sockname")[0])
+            interface = network_interfaces.interface_of(own, interfaces) or ""
+            local = protocol.Address(address=own, interface=interface)
+            writer.write(request_line(nonce))
+            answer = await reader.readline()
+            if not hmac.compare_digest(answer, nonce.encode() + b"\n"):
+                problem = "impostor"
+    except TimeoutError:
+        problem = "timeout"
+    except socket.gaierror:
+        problem = "no-name"
+    except (OSError, ValueError) as error:  # ValueError: a line that is too long
+        problem = "impostor"
+        if connection is None:
+            problem = _PROBLEMS.get(getattr(error, "errno", None) or 0, "unreachable")
+    if problem == "refused" and network_interfaces.is_local(target.address, interfaces):
+        # An address that every host has (docker0): we connected to ourselves.
+        problem = "impostor"
+    if problem and connection is not None:
+        connection[1].close()
+        connection = None
+    result = protocol.ReachResult(
+        target=target, problem=problem, seconds=time.monotonic() - began_s, local=local
+    )
+    return result, connection
 
 
 def local_end(reached: protocol.Reached, address: str) -> protocol.Address | None:
@@ -132,59 +118,45 @@ def choose_address(
     ``head`` is its display name and ``system`` its ``sys.platform``. Raises ``Impossible``
     if there is no such address.
     """
-    addresses = listening.addresses
-    if answers and all(ipaddress.ip_address(own.address).is_loopback for own in addresses):
+    names = [name for name, _ in answers]
+    lines: list[str] = []
+    unreached_by = set(names)  # at every address
+    for own in listening.addresses:
+        by_problem: dict[str, list[str]] = {}
+        for name, reached in answers:
+            problems = {result.target.address: result.problem for result in reached.results}
+            problem = problems.get(own.address, "not-tried")
+            if problem:
+                by_problem.setdefault(problem, []).append(name)
+            else:
+                unreached_by.discard(name)
+        label = f"{own.address} ({own.interface} of {head})"
+        if not by_problem:
+            reason = f"{label}: reached by {name_several(names)}"
+            return Decision(value=own.address, reason=reason)
+        for problem, hosts in by_problem.items():
+            lines.append(f"{label}, {name_several(hosts)}: {meaning_of(problem, timeout_s)}")
+    if all(ipaddress.ip_address(own.address).is_loopback for own in listening.addresses):
         raise Impossible(
-            f"the other hosts cannot reach {head} at {addresses[0].address}",
+            f"the other hosts cannot reach {head} at {listening.addresses[0].address}",
             why="this is a loopback address, which always means the local host",
             fix="omit launch.address to use an address that all other hosts reach\n"
             f"ip address  # on {head}: if it has no other address, bring an interface up",
         )
-    lines: list[str] = []
-    seen_problems: set[str] = set()
-    unreached_by = {name for name, _ in answers}  # at every address
-    for candidate in addresses:
-        by_problem = _hosts_by_problem(candidate.address, listening.port, answers)
-        if not by_problem:
-            place = f"{candidate.address} ({candidate.interface} of {head})"
-            reason = f"{place}: reached by {name_several([name for name, _ in answers])}"
-            return Decision(value=candidate.address, reason=reason)
-        seen_problems.update(by_problem)
-        unreached_by &= set().union(*by_problem.values())
-        texts = []
-        for problem, names in by_problem.items():
-            texts.append(f"{name_several(names)}: {meaning_of_errno(problem, timeout_s)}")
-        lines.append(f"{candidate.address} ({candidate.interface}): {'; '.join(texts)}")
-    names = [name for name, _ in answers if name in unreached_by]
-    what = f"{name_several(names)} {'does' if len(names) == 1 else 'do'} not reach {head}"
-    if not names:
-        what = f"no address of {head} is reached by all other hosts"
-    fixes = []
-    if seen_problems & _OF_A_FIREWALL:
-        fixes.append(
-            f"allow connections on {head}:\n{firewall.open_command(system, listening.port)}\n"
-            "the ranks also connect to each other on ephemeral ports: each host must allow connections "
-            "to these ports from the other hosts"
-        )
-    if not fixes or not names:
-        fixes.append(f"pass an address of {head} that all hosts reach: --set launch.address=ADDR")
-    raise Impossible(f"{what} on port {listening.port}", why="\n".join(lines), fix="\n".join(fixes))
+    who = [name for name in names if name in unreached_by]
+    what = f"no address of {head} is reached by all other hosts"
+    if who:
+        what = f"{head} is not reached by {name_several(who)}"
+    raise Impossible(
+        f"{what} on port {listening.port}",
+        why="\n".join(lines),
+        fix=f"allow connections on {head}:\n{firewall.open_command(system, listening.port)}\n"
+        "the ranks also connect to each other on ephemeral ports: each host must allow connections "
+        f"to these ports from the other hosts\nor pass an address of {head} that all hosts reach: "
+        "--set launch.address=ADDR",
+    )
 
 
-def _hosts_by_problem(address: str, port: int, answers: Answers) -> dict[str, list[str]]:
-    """Return the hosts that do not reach an address, by problem."""
-    target = protocol.Target(address=address, port=port)
-    by_problem: dict[str, list[str]] = {}
-    for name, reached in answers:
-        problem = "not-tried"
-        for result in reached.results:
-            if result.target == target:
-                problem = result.problem
-        if problem:
-            by_problem.setdefault(problem, []).append(name)
-    return by_problem
-
-
-def meaning_of_errno(problem: str, timeout_s: float) -> str:
-    """Return the meaning of a problem."""
+def meaning_of(problem: str, timeout_s: float) -> str:
+    """Return the meaning of a problem, such as ``refused``."""
     return _MEANINGS.get(problem, problem).format(timeout_s=timeout_s)

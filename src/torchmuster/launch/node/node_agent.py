@@ -226,11 +226,7 @@ class NodeAgent:
         held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
         logs = await asyncio.to_thread(output.create_log_folder, message.run, message.run_id)
         self._job = _AgentJob(prepare=message, holding=held, logs=logs)
-        interfaces.check_socket_variables(
-            {**os.environ, **message.environment},
-            alone=message.alone,
-            gpus=held.held is not None,
-        )
+        interfaces.check_socket_variables({**os.environ, **message.environment})
         await self._tell_prepared()
 
     async def _tell_prepared(self) -> None:
@@ -266,7 +262,7 @@ class NodeAgent:
             )
         opened = listening.open_port(message.port, message.address)
         self._port = opened.value
-        self._port.answer(message.nonce)
+        await self._port.answer(message.nonce)
         return protocol.Listening(
             port=self._port.port, addresses=self._port.addresses, reason=opened.reason
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
@@ -44,7 +43,7 @@ async def answered_by(serve: Serve) -> protocol.ReachResult:
 def test_a_port_that_answers_with_the_nonce_is_reached() -> None:
     async def run() -> tuple[protocol.ReachResult, ...]:
         port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
-        port.answer(NONCE)
+        await port.answer(NONCE)
         target = protocol.Target(address="127.0.0.1", port=port.port)
         message = protocol.Reach(nonce=NONCE, targets=(target, target), timeout_s=60.0)
         try:
@@ -62,7 +61,7 @@ def test_the_port_of_another_run_is_not_taken_for_ours() -> None:
 
     async def run() -> protocol.ReachResult:
         port = listening.open_port(0, "127.0.0.1", interfaces=HERE).value
-        port.answer("the nonce of another run")
+        await port.answer("the nonce of another run")
         target = protocol.Target(address="127.0.0.1", port=port.port)
         message = protocol.Reach(nonce=NONCE, targets=(target,), timeout_s=60.0)
         try:
@@ -131,7 +130,7 @@ def failing_with(number: int) -> Callable[..., Coroutine[Any, Any, None]]:
 def test_what_the_system_says_of_an_address(
     monkeypatch: pytest.MonkeyPatch, number: int, problem: str
 ) -> None:
-    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_connect", failing_with(number))
+    monkeypatch.setattr(asyncio, "open_connection", failing_with(number))
     (result,) = tried(("203.0.113.7", 29400))
     assert result.problem == problem
     assert result.local is None
@@ -182,59 +181,39 @@ def refusal(
     return caught.value
 
 
-def test_the_first_address_that_all_reach_is_chosen(snapshot: SnapshotAssertion) -> None:
+def test_the_first_address_that_all_reach_is_chosen() -> None:
     by_node = [
         ("b", reached(eth0="timeout", eth1="", docker0="impostor")),
         ("c", reached(eth0="", eth1="", docker0="impostor")),
     ]
     decision = reach.choose_address("a", "linux", heard(ETH0, ETH1, DOCKER), by_node)
     assert decision.value == "192.168.7.5"
-    assert decision.reason == snapshot
+    assert decision.reason == "192.168.7.5 (eth1 of a): reached by b and c"
 
 
+@pytest.mark.parametrize("problem", ["timeout", "refused", "unreachable"])
 def test_a_machine_that_reaches_nothing_is_named_with_the_cause_and_the_command(
-    snapshot: SnapshotAssertion,
+    problem: str,
 ) -> None:
     by_node = {
-        "b": reached(eth0="timeout", docker0="impostor"),
+        "b": reached(eth0=problem, docker0="impostor"),
         "c": reached(eth0="", docker0="impostor"),
     }
     error = refusal([ETH0, DOCKER], by_node)
+    assert error.what == "a is not reached by b on port 29400"
+    assert f"10.0.0.5 (eth0 of a), b: {reach.meaning_of(problem, 5)}" in error.why
     assert firewall.open_command("linux", 29400) in error.fix
-    assert str(error) == snapshot
 
 
-@pytest.mark.parametrize("problem", ["refused", "unreachable"])
-def test_a_rejecting_firewall_is_opened_too(problem: str, snapshot: SnapshotAssertion) -> None:
-    error = refusal([ETH0], {"b": reached(eth0=problem)})
-    assert error.why == snapshot
-    assert "sudo ufw allow 29400/tcp" in error.fix
-
-
-def test_machines_that_reach_different_addresses_have_none_in_common(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_machines_that_reach_different_addresses_have_none_in_common() -> None:
     by_node = {"b": reached(eth0="", eth1="no-route"), "c": reached(eth0="timeout", eth1="")}
     error = refusal([ETH0, ETH1], by_node)
-    assert error.what == snapshot
+    assert error.what == "no address of a is reached by all other hosts on port 29400"
     assert "launch.address" in error.fix
 
 
-def test_ten_thousand_machines_are_told_briefly_and_quickly(snapshot: SnapshotAssertion) -> None:
-    by_node = {f"n{number}": reached(eth0="timeout", eth1="refused") for number in range(10_000)}
-    error = refusal([ETH0, ETH1], by_node)
-    assert error.what == snapshot
-    assert len(str(error)) < 700
-
-
-# ---- loopback, and services that are not ours
-
-
-LOOPBACK = protocol.Address(address="127.0.1.1", interface="lo")
-
-
 def test_a_machine_that_listens_only_for_itself_is_told_that_others_cannot_reach_it() -> None:
-    error = refusal([LOOPBACK], {"b": reached(eth0="refused")})
+    loopback = protocol.Address(address="127.0.1.1", interface="lo")
+    error = refusal([loopback], {"b": reached(eth0="refused")})
     assert error.what == "the other hosts cannot reach a at 127.0.1.1"
-    assert "loopback" in error.why
     assert "omit launch.address" in error.fix
