@@ -19,6 +19,9 @@ pytest_plugins = [
 
 # Their blocks train for minutes.
 _NIGHTLY_DOCUMENTS = ("train.md",)
+# Folders whose tests wait for processes: the minutes-long files of few tests run first, so that no
+# worker of pytest-xdist is left alone with one of them at the end.
+_SLOW_FOLDERS = ("hosts", "pods", "slurm", "prometheus", "ranks", "docs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("nightly")
         if "quiet_transformers" in getattr(item, "fixturenames", ()):
             item.add_marker("integrations")
+    items.sort(key=_is_quick)  # stable: the order within a file stays
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Return whether a test is outside of the folders whose tests wait for processes."""
+    folders = item.path.relative_to(item.config.rootpath).parts
+    return not set(_SLOW_FOLDERS) & set(folders[:2])
 
 
 @pytest.hookimpl(wrapper=True)
