@@ -9,6 +9,7 @@ sends the heartbeats of 8 ranks per host every 2 s. The launcher cannot tell the
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -29,7 +30,7 @@ from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.run import Run
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import allow_open_files
-from torchmuster.launch.transports.join.client import first_to_answer
+from torchmuster.launch.transports.join.client import open_verified
 from torchmuster.launch.transports.join.code import JoinCode, decode_code
 from torchmuster.launch.transports.join.messages import (
     Join,
@@ -251,9 +252,8 @@ async def join_launcher(code: JoinCode, index: int) -> Stream:
     )
     give_up_s = time.monotonic() + CONNECT_WITHIN_S
     while time.monotonic() < give_up_s:
-        connected = await first_to_answer(code.addresses[:1], code.port, code.pin)
-        if isinstance(connected, tuple):
-            stream = connected[0]
+        with contextlib.suppress(OSError, TimeoutError):
+            stream = await open_verified(code.addresses[0], code.port, code.pin)
             await stream.send(msgspec.json.encode(join))
             answer = await stream.receive(protocol.MESSAGE_LIMIT, decode_answer)
             if answer is not None:

@@ -252,7 +252,7 @@ MACHINES_AWAY = [
     Catalogued(
         name="the host key has changed",
         faults=[HostKeyChanged(host="node2")],
-        finding="ssh-host-key-changed",
+        finding="ssh-host-key-unknown",
         says=["node2", "host key differs"],
         fix="ssh-keygen -f",
     ),

@@ -185,7 +185,7 @@ def transport_for(spec: JobSpec, python: str) -> Transport:
     if spec.hosts:
         from torchmuster.launch.transports.ssh import SshTransport
 
-        return SshTransport(spec.hosts, python, lost_after_s=spec.limits.lost_after_s)
+        return SshTransport(spec.hosts, python)
     from torchmuster.launch.transports.local import LocalTransport
 
     return LocalTransport(socket.gethostname())

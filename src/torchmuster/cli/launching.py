@@ -172,7 +172,7 @@ def transport_to_joined(nodes: NodeCounts, spec: JobSpec, resolved: Resolved) ->
     return JoinTransport(
         local=LocalTransport(socket.gethostname()),
         count=nodes.most + spec.spares - 1,
-        port=resolved.settings.launch.join_port,
+        ports=[resolved.settings.launch.join_port or 0],
         on_event=lambda text: output.say(f"muster: {text}"),
         on_code=show,
     )

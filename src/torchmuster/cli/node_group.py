@@ -70,7 +70,7 @@ def transport_to(group: "NodeGroup") -> Transport:
     return JoinTransport(
         local=local,
         count=group.nodes - 1,
-        port=group.port,
+        ports=[group.port],
         on_event=_say_of_group,
         key=group.key(),
     )

@@ -27,11 +27,9 @@ _CONNECTED_WITHIN_S = 3.6
 _PROGRAM_WITHIN_S = 4.0
 _USUAL_MTU, _TUNNEL_MTU = 1500, 1400
 # These findings may have more than one cause; the others are clear.
-_UNCLEAR = frozenset(
-    {"host-missing", "host-unreachable", "network-unreachable", "ssh-failed", "ssh-not-served"}
-)
+_UNCLEAR = frozenset({"host-missing", "host-unreachable", "ssh-failed", "ssh-not-served"})
 # With these, ssh reached a host, but it may have been the wrong one.
-_REACHED = frozenset({"ssh-host-key-changed", "ssh-host-key-unknown", "ssh-key-refused"})
+_REACHED = frozenset({"ssh-host-key-unknown", "ssh-key-refused"})
 
 
 @dataclass(frozen=True, kw_only=True)

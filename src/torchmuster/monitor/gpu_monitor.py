@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 
-from torchmuster.devices.readers.nvml import keep_nvml_open
-from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.devices.as_json import device_numbers
 from torchmuster.devices.model import Node
+from torchmuster.devices.readers.nvml import keep_nvml_open
+from torchmuster.devices.snapshot import take_snapshot
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.monitor import catalogue

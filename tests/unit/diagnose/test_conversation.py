@@ -46,6 +46,9 @@ class Machine:
     async def receive(self) -> protocol.FromAgent | None:
         return await self.says.get()
 
+    def say_alive(self) -> None:
+        pass
+
     def why_closed(self) -> str:
         return "Connection reset by peer"
 
@@ -61,7 +64,7 @@ def play(scene: Callable[[HostProbe, Machine], Awaitable[None]]) -> Machine:
         machine = Machine()
         node = ConnectedHost(0, "node1", machine, "token.0.0")
         node.record = RECORD
-        node.listen(lambda *_: None, lambda: None)
+        node.listen()
         try:
             await scene(await HostProbe.engage(node), machine)
         finally:

@@ -65,6 +65,9 @@ class Played:
     async def receive(self) -> protocol.FromAgent | None:
         return await self._says.get()
 
+    def say_alive(self) -> None:
+        pass
+
     def why_closed(self) -> str:
         return ""
 

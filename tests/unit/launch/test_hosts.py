@@ -9,10 +9,9 @@ from patience import GIVE_UP_S
 from torchmuster.errors import Impossible, MachineLost
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, Limits, NodeCounts
-from torchmuster.launch.launcher import hosts as hosts_module
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import Candidate, Hosts, choose_hosts
-from torchmuster.launch.launcher.waiting import Stopped, Waiting
+from torchmuster.launch.launcher.waiting import Waiting
 from torchmuster.launch.transports.channel import Arrive
 
 NAMES = ("a", "b", "c", "d")
@@ -85,6 +84,9 @@ class Machine:
 
     async def receive(self) -> protocol.FromAgent | None:
         return await self.says.get()
+
+    def say_alive(self) -> None:
+        pass
 
     def why_closed(self) -> str:
         return ""
@@ -220,36 +222,6 @@ def test_lost_hosts_are_called_again_and_keep_their_node_ranks() -> None:
         await hosts.wait()
         assert names(again(hosts)) == ["a", "b", "c"]
         assert sorted(called.again) == [0, 1, 2]
-
-    play(Called(), scene)
-
-
-def test_a_lost_machine_that_cannot_be_let_go_of_does_not_hold_up_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hosts_module, "_LET_GO_WITHIN_S", 0.3)
-
-    async def scene(hosts: Hosts, called: Called, _: Waiting) -> None:
-        for node in await begin(hosts):
-            node.lose("the link is cut")
-        hosts.free()
-        await hosts.wait()
-        assert names(again(hosts)) == ["a", "b", "c"]
-
-    play(Called(never), scene)
-
-
-def test_nobody_who_wants_the_end_has_to_wait_for_the_lost() -> None:
-    async def scene(hosts: Hosts, called: Called, waiting: Waiting) -> None:
-        for node in await begin(hosts):
-            node.lose("the link is cut")
-        called.away = {0, 1, 2}
-        hosts.free()
-        wait = asyncio.create_task(hosts.wait())
-        await asyncio.sleep(0)
-        waiting.stop()
-        with pytest.raises(Stopped):
-            await wait
 
     play(Called(), scene)
 

@@ -28,6 +28,9 @@ class FakeChannel:
             self.drained.set()
         return message
 
+    def say_alive(self) -> None:
+        pass
+
     def why_closed(self) -> str:
         return ""
 
@@ -56,7 +59,7 @@ def with_node(scene: Callable[[ConnectedHost, FakeChannel], Awaitable[None]]) ->
     async def play() -> None:
         channel = FakeChannel()
         node = ConnectedHost(0, "node1", channel, "token.0.0")
-        node.listen(lambda *_: None, lambda: None)
+        node.listen()
         try:
             await scene(node, channel)
         finally:
@@ -127,9 +130,11 @@ def test_machine_whose_message_cannot_be_handled_is_lost_and_its_channel_closed(
 
     async def play() -> None:
         channel = FakeChannel()
-        node = ConnectedHost(0, "node1", channel, "token.0.0")
         changed = asyncio.Event()
-        node.listen(broken, changed.set)
+        node = ConnectedHost(
+            0, "node1", channel, "token.0.0", on_message=broken, on_change=changed.set
+        )
+        node.listen()
         await said(channel, protocol.Output(rank=0, text="x"))
         await asyncio.wait_for(changed.wait(), GIVE_UP_S)
         assert str(node.why_lost).endswith(": RecursionError: too deep")

@@ -9,7 +9,6 @@ from torchmuster.diagnose.probe_client import HOST_PROBE, ProbeClient
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.transports.ssh import diagnose_ssh, is_this_host, require_ssh, ssh_command
 
-_LOST_AFTER_S = 15.0
 _LONGEST_LINE = 2**26  # an answer is one line
 _EXIT_WITHIN_S = 5.0
 _ERRORS_KEPT = 4000
@@ -84,7 +83,7 @@ async def connected(host: str, python: str) -> AsyncIterator[HostConnection]:
         command = [sys.executable, *program[1:]]
     else:
         require_ssh()
-        command = ssh_command(host, program, lost_after_s=_LOST_AFTER_S)
+        command = ssh_command(host, program)
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,

@@ -1,7 +1,6 @@
 """One connected host as the launcher sees it: its channel, its state and its replies."""
 
 import asyncio
-import contextlib
 import enum
 import logging
 import time
@@ -31,7 +30,17 @@ class HostState(enum.Enum):
 class ConnectedHost:
     """A host that connected."""
 
-    def __init__(self, place: int, name: str, channel: Channel, part: str) -> None:
+    def __init__(
+        self,
+        place: int,
+        name: str,
+        channel: Channel,
+        part: str,
+        *,
+        on_message: "Callable[[ConnectedHost, protocol.FromAgent], None]" = lambda *_: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connect; ``on_message`` gets what the host reports unasked: output, heartbeats, metrics, stack dumps."""
         self.place = place
         self.name = name
         self.channel = channel
@@ -51,10 +60,10 @@ class ConnectedHost:
         self.stopping_s = 0.0
         self._attempt = -1
         self._replies: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
-        self._on_change: Callable[[], None] = lambda: None
+        self._on_message = on_message
+        self._on_change = on_change
         self._on_sidecar: Callable[[protocol.Relay], None] = lambda _: None
         self._receiving: asyncio.Task[None] | None = None
-        self._heartbeat: asyncio.Task[None] | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -76,14 +85,9 @@ class ConnectedHost:
         """Whether its ranks use GPUs; False until it is prepared."""
         return self.prepared is not None and self.prepared.devices != ("CPU",)
 
-    def listen(
-        self,
-        on_message: "Callable[[ConnectedHost, protocol.FromAgent], None]",
-        on_change: Callable[[], None],
-    ) -> None:
-        """Start receiving. ``on_message`` gets what the host reports unasked: output, heartbeats, metrics, stack dumps."""
-        self._on_change = on_change
-        self._receiving = asyncio.create_task(self._receive(on_message))
+    def listen(self) -> None:
+        """Start receiving."""
+        self._receiving = asyncio.create_task(self._receive())
 
     def join(self, record: protocol.NodeRecord) -> None:
         """Record what the host says about itself."""
@@ -91,16 +95,6 @@ class ConnectedHost:
         self.record = record
         if self.state is HostState.CONNECTED:
             self.state = HostState.JOINED
-
-    def say_alive(self) -> None:
-        """Send the host a heartbeat, unless the last one is still being sent."""
-        if self.is_lost:
-            return
-        at_once = getattr(self.channel, "say_alive", None)  # a network connection needs no task
-        if at_once is not None and at_once():
-            return
-        if self._heartbeat is None or self._heartbeat.done():
-            self._heartbeat = asyncio.create_task(self.channel.send(protocol.Alive()))
 
     def notice_silence(self, lost_after_s: float) -> None:
         """Declare the host lost if it was silent for too long."""
@@ -177,27 +171,16 @@ class ConnectedHost:
 
     async def close(self) -> None:
         """Release the host; its node agent stops what is still running there."""
-        tasks = [task for task in (self._receiving, self._heartbeat) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # A process blocks at exit while its output is not read.
-        draining = asyncio.create_task(self._drain())
         try:
-            await self.channel.close()
+            await (
+                self.channel.close()
+            )  # received until then: a process blocks at exit while its output is not read
         finally:
-            draining.cancel()
-            await asyncio.gather(draining, return_exceptions=True)
+            if self._receiving is not None:
+                self._receiving.cancel()
+                await asyncio.gather(self._receiving, return_exceptions=True)
 
-    async def _drain(self) -> None:
-        while True:
-            with contextlib.suppress(protocol.UnreadableMessage):
-                if await self.channel.receive() is None:
-                    return
-
-    async def _receive(
-        self, on_message: "Callable[[ConnectedHost, protocol.FromAgent], None]"
-    ) -> None:
+    async def _receive(self) -> None:
         """Receive the host's messages; declare it lost if one cannot be handled."""
         try:
             while True:
@@ -209,18 +192,14 @@ class ConnectedHost:
                         or "its node agent was killed or exited without an error message"
                     )
                     return
-                self._handle(message, on_message)
+                self._handle(message)
         except protocol.UnreadableMessage as error:
             self.lose(f"unreadable message: {error}")
         except Exception as error:
             self.lose(f"error while handling its message: {type(error).__name__}: {error}")
             await self.channel.close()
 
-    def _handle(
-        self,
-        message: protocol.FromAgent,
-        on_message: "Callable[[ConnectedHost, protocol.FromAgent], None]",
-    ) -> None:
+    def _handle(self, message: protocol.FromAgent) -> None:
         match message:
             case protocol.Alive():
                 self.waiting_for = message.waiting_for or self.waiting_for
@@ -230,9 +209,9 @@ class ConnectedHost:
                 if message.attempt == self._attempt:
                     self.heartbeats = message.heartbeats
                     self.stopping, self.stopping_s = message.stopping, time.monotonic()
-                    on_message(self, message)
+                    self._on_message(self, message)
             case protocol.Output() | protocol.Done(dumped_stacks=True):
-                on_message(self, message)
+                self._on_message(self, message)
             case protocol.Ended():
                 # Those of earlier attempts, and answers to a late request to stop, do not count.
                 if self.ended is None and message.attempt == self._attempt:

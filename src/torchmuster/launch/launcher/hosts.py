@@ -6,7 +6,6 @@ spares. A host that was lost is connected again in the background. All costs are
 
 import asyncio
 import contextlib
-import itertools
 import math
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchmuster.errors import MachineLost, MusterError, NotNow
-from torchmuster.finding import Finding, Status, from_error
+from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.launcher.host import ConnectedHost, error_from
@@ -27,15 +26,14 @@ MOST_FAILURES = 2
 # The node agent of this host is a child process: its death is noticed at once, and under load it may need long.
 LOCAL_WITHIN_S = 1800.0
 _SHOWN_HERE, _SHOWN_MISSING = 12, 8
-# The interval at which a lost host is connected again, while it is needed and else.
-_CALL_AGAIN_AFTER_S, _CALL_UNNEEDED_AFTER_S = 1.0, 10.0
+# The interval at which lost hosts are connected again.
+_RECONNECT_EVERY_S = 2.0
 # Hosts that join at the same time are handled together.
 _LOOK_EVERY_S = 0.05
-_LOOK_FOR_LOST_EVERY_S = 0.2
-_ALIVE_EVERY_S, _TURNS = 2.0, 8
+_ALIVE_EVERY_S = 2.0
 # A host that is not prepared yet waits for 12 s.
 _ALIVE_AT_LEAST_EVERY_S = 4.0
-_SILENCE_TURNS = 2  # silence is looked for in every second turn
+_LOOK_FOR_SILENCE_EVERY_S = 0.5
 _DEAF_S = 0.02
 # A lost host does not receive the release message, so waiting longer is useless.
 _LET_GO_WITHIN_S = 3.0
@@ -114,23 +112,21 @@ class Hosts:
         is_remote = count > 1 or bool(spec.hosts)
         self._join_s = limits.join_s if is_remote else max(limits.join_s, LOCAL_WITHIN_S)
         # A pipe to this host closes by itself; only a network connection can go silent.
-        self._lost_after_s = limits.lost_after_s if count > 1 else None
+        self._lost_after_s = limits.lost_after_s if is_remote else None
         self._return_s = limits.return_s
         self._by_place: dict[int, ConnectedHost] = {}
         self._failures: Counter[int] = Counter()
         self._refusals: dict[int, MusterError] = {}
         self._arrivals = 0
-        self._is_waiting = False  # for the hosts of an attempt
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_begun = False
-        self._closing: set[int] = set()  # the places whose lost hosts are being released
+        self._reconnecting: dict[int, asyncio.Task[None]] = {}  # by place
 
     # ---- who is here
 
     @property
     def all(self) -> list[ConnectedHost]:
         """All hosts that have connected, in the user's order; some may be lost."""
-        self._name_all()
         return [self._by_place[place] for place in sorted(self._by_place)]
 
     @property
@@ -159,17 +155,17 @@ class Hosts:
     def words(self) -> str:
         """Return which hosts have joined: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
         names = self._transport.places
-        here = [place for place in range(len(names)) if self._is_here(place)]
-        away = sorted(set(range(len(names))).difference(here))
+        missing = self._missing()
+        here = sorted(set(range(len(names))).difference(missing))
         shown = [f"{names[place]} ok" for place in here[:_SHOWN_HERE]]
         if len(here) > _SHOWN_HERE:
             shown.append(f"… {len(here) - _SHOWN_HERE:,} more ok")
-        for place in away[:_SHOWN_MISSING]:
+        for place in missing[:_SHOWN_MISSING]:
             trouble = self._transport.gave_up(place)
             why = trouble.why if trouble else self._transport.waiting_for(place)
             shown.append(f"{names[place]} missing ({why})")
-        if len(away) > _SHOWN_MISSING:
-            shown.append(f"… {len(away) - _SHOWN_MISSING:,} more missing")
+        if len(missing) > _SHOWN_MISSING:
+            shown.append(f"… {len(missing) - _SHOWN_MISSING:,} more missing")
         return f"{len(here):,} of {len(names):,} joined: {', '.join(shown)}"
 
     # ---- which of them run ranks
@@ -181,7 +177,6 @@ class Hosts:
 
     def take(self, places: Sequence[int]) -> list[ConnectedHost]:
         """Let these hosts run the next attempt, in this order; return them."""
-        self._name_all()
         self.in_use = [self._by_place[place] for place in places]
         self.before = [self._candidate(host) for host in self.in_use]
         return self.in_use
@@ -206,8 +201,15 @@ class Hosts:
         # A lost node agent that is still killing its ranks must not kill those of its successor.
         part = f"{self._token}.{place}.{self._arrivals}"
         self._arrivals += 1
-        host = ConnectedHost(place, f"host {place + 1}", channel, part)
-        host.listen(self._on_message, self._waiting.change)
+        host = ConnectedHost(
+            place,
+            self._transport.places[place],
+            channel,
+            part,
+            on_message=self._on_message,
+            on_change=self._waiting.change,
+        )
+        host.listen()
         self._by_place[place] = host
         self._refusals.pop(place, None)
         if self._arrivals == 1:
@@ -217,25 +219,19 @@ class Hosts:
     async def wait(self) -> None:
         """Wait until the hosts of an attempt are here: at first for all hosts, later for as many as are needed."""
         if not self._has_begun:
-            lost = [host for host in self._by_place.values() if host.is_lost]
-            await asyncio.gather(*map(self._connect_again, lost))
-        self._is_waiting = True
-        try:
-            async with self._waiting.reporting(self.words):
-                await self._wait()
-        finally:
-            self._is_waiting = False
+            await self._reconnect(self._lost(self._missing()))
+        async with self._waiting.reporting(self.words):
+            await self._wait()
         if not self._has_begun:
             self._has_begun = True
             self._do(self._reconnect_lost())
-        self._name_all()
 
     async def _wait(self) -> None:
         first = not self._has_begun
         began_s = complete_s = time.monotonic()
         while missing := self._missing():
             if first:
-                await self._let_rejoin(missing)
+                await self._reconnect(self._rejoining(missing))
             now_s = time.monotonic()
             waited_s = now_s - began_s
             if first and missing[0] < self.wanted.most:
@@ -276,12 +272,13 @@ class Hosts:
             return None
         return MachineLost(f"{self.name_of(place)} is lost", why=host.why_lost or "")
 
-    async def _let_rejoin(self, places: Iterable[int]) -> None:
-        """Give the places of hosts that were lost to those that replace them."""
-        for place in places:
-            host = self._by_place.get(place)
-            if host is not None and host.is_lost and self._transport.rejoins(place):
-                await self._connect_again(host)
+    def _lost(self, places: Iterable[int]) -> list[ConnectedHost]:
+        hosts = [self._by_place.get(place) for place in places]
+        return [host for host in hosts if host is not None and host.is_lost]
+
+    def _rejoining(self, places: Iterable[int]) -> list[ConnectedHost]:
+        """Return the lost hosts whose places are for those that replace them."""
+        return [host for host in self._lost(places) if self._transport.rejoins(host.place)]
 
     def _raise_refusal(self, missing: Sequence[int], *, is_late: bool) -> None:
         """Raise the error of a host without which the run cannot go on.
@@ -310,7 +307,6 @@ class Hosts:
             if hello.protocol != protocol.PROTOCOL:
                 from torchmuster.launch.launcher import compare_nodes
 
-                self._name_all()
                 trouble = compare_nodes.other_protocol(host.name, hello)
                 self._refusals[host.place] = error_from(trouble)
             else:
@@ -320,32 +316,21 @@ class Hosts:
     async def gather(self) -> dict[int, Finding]:
         """Wait until every host has joined or failed to; return the failures by place."""
         deadline = time.monotonic() + self._join_s
-        absent = self._absent()
         async with self._waiting.reporting(self.words):
-            while set(self._missing()) - absent.keys() and time.monotonic() < deadline:
-                await self._let_rejoin(self._missing())
+            while not all(map(self._why_absent, self._missing())) and time.monotonic() < deadline:
+                await self._reconnect(self._rejoining(self._missing()))
                 await self._waiting.something_new(0.2)
-                absent = self._absent()
-        self._name_all()
-        for place in set(self._missing()) - absent.keys():
-            absent[place] = Finding(
-                name="host-missing",
-                status=Status.FAILURE,
-                what=f"{self.name_of(place)} did not join within {self._join_s:.0f} s",
+        absent = {}
+        for place in self._missing():
+            trouble = self._transport.gave_up(place)
+            error = self._why_absent(place) or MusterError(
+                f"{self.name_of(place)} did not join within {self._join_s:.0f} s",
                 why=self._transport.waiting_for(place),
                 fix="start it, or wait longer: --join-timeout 10m",
             )
-        return absent
-
-    def _absent(self) -> dict[int, Finding]:
-        """Return the hosts that are known not to join."""
-        absent = {}
-        for place in self._missing():
-            error = self._why_absent(place)
-            if error is not None:
-                [finding] = from_error(error)
-                trouble = self._transport.gave_up(place)
-                absent[place] = finding if trouble is None else replace(finding, name=trouble.name)
+            [finding] = from_error(error)
+            name = "host-missing" if type(error) is MusterError else finding.name
+            absent[place] = replace(finding, name=trouble.name if trouble else name)
         return absent
 
     # ---- coming back, and leaving
@@ -357,38 +342,38 @@ class Hosts:
             await asyncio.wait_for(host.close(), _LET_GO_WITHIN_S)
 
     async def _reconnect_lost(self) -> None:
-        """Reconnect to lost hosts; more often while the run needs them."""
-        tried_s: dict[int, float] = {}
+        """Reconnect to lost hosts while the run lasts."""
         while True:
-            await asyncio.sleep(_LOOK_FOR_LOST_EVERY_S)
             used = {host.place for host in self.in_use}
-            pause_s = _CALL_AGAIN_AFTER_S if self._is_waiting else _CALL_UNNEEDED_AFTER_S
+            places = []
             for place in self._missing():
-                if place in used:
-                    continue
-                if time.monotonic() < tried_s.get(place, -math.inf) + pause_s:
-                    continue
-                if self._failures[place] >= MOST_FAILURES and self.choose() is not None:
-                    continue  # it is not needed
-                tried_s[place] = time.monotonic()
-                host = self._by_place.get(place)
-                if host is not None and host.is_lost:
-                    self._do(self._connect_again(host))
-                elif host is None and self._transport.gave_up(place) is not None:
+                has_failed_often = self._failures[place] >= MOST_FAILURES
+                if place not in used and not (has_failed_often and self.choose() is not None):
+                    places.append(place)
+            for host in self._lost(places):
+                self._do(self._reconnect([host]))
+            for place in places:
+                if place not in self._by_place and self._transport.gave_up(place) is not None:
                     self._do(self._transport.reopen(place))
+            await asyncio.sleep(_RECONNECT_EVERY_S)
+
+    async def _reconnect(self, hosts: Sequence[ConnectedHost]) -> None:
+        """Release lost hosts, and connect them again."""
+        for host in hosts:
+            if host.place not in self._reconnecting:
+                task = asyncio.create_task(self._connect_again(host))
+                self._reconnecting[host.place] = task
+        await asyncio.gather(*[self._reconnecting[host.place] for host in hosts])
 
     async def _connect_again(self, host: ConnectedHost) -> None:
-        if host.place in self._closing:
-            return
-        self._closing.add(host.place)
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(host.close(), _LET_GO_WITHIN_S)
+            if self._by_place.get(host.place) is host:  # else it has rejoined by itself
+                del self._by_place[host.place]
+                await self._transport.reopen(host.place)
         finally:
-            self._closing.discard(host.place)
-        if self._by_place.get(host.place) is host:  # else it has rejoined by itself
-            del self._by_place[host.place]
-            await self._transport.reopen(host.place)
+            del self._reconnecting[host.place]
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Notify every node agent that the run is over, and release all hosts."""
@@ -407,7 +392,7 @@ class Hosts:
 
     async def close(self) -> None:
         """Stop the heartbeats and all waiting tasks."""
-        tasks = list(self._tasks)
+        tasks = [*self._tasks, *self._reconnecting.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -416,30 +401,24 @@ class Hosts:
         """Send heartbeats to every host, and declare hosts without heartbeats lost."""
         # A host that hears nothing for this long declares the launcher lost: it gets three chances.
         every_s = min(max(_ALIVE_EVERY_S, (self._lost_after_s or 0.0) / 3), _ALIVE_AT_LEAST_EVERY_S)
-        pause_s = every_s / _TURNS
-        for turn in itertools.count():
-            began = time.monotonic()
-            await asyncio.sleep(pause_s)
+        last_s = -math.inf
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(_LOOK_FOR_SILENCE_EVERY_S)
             # Time in which this process was blocked does not count as silence.
-            deaf_s = time.monotonic() - began - pause_s
-            hosts = list(self._by_place.values())
-            for host in hosts if deaf_s > _DEAF_S else ():
-                host.heard_s += deaf_s
-            # Spread over several turns: there may be thousands of hosts.
+            deaf_s = time.monotonic() - began_s - _LOOK_FOR_SILENCE_EVERY_S
+            hosts = [host for host in self._by_place.values() if not host.is_lost]
             for host in hosts:
-                if (host.place + turn) % _TURNS == 0:
-                    host.say_alive()
-            if self._lost_after_s is not None and turn % _SILENCE_TURNS == 0:
-                for host in hosts:
+                if deaf_s > _DEAF_S:
+                    host.heard_s += deaf_s
+                if began_s >= last_s + every_s:
+                    host.channel.say_alive()
+                if self._lost_after_s is not None:
                     host.notice_silence(self._lost_after_s)
+            if began_s >= last_s + every_s:
+                last_s = began_s
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _name_all(self) -> None:
-        """Set the display names of all hosts; building a long list of names takes time."""
-        names = self._transport.places
-        for place, host in self._by_place.items():
-            host.name = names[place]

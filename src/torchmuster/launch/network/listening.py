@@ -160,31 +160,31 @@ def open_port(
     """
     known = network_interfaces.read_interfaces() if interfaces is None else interfaces
     addresses, note = _addresses(address, known)
-    # With port 0 the first address gets a free port; it may be in use at another address.
-    candidates = [0] * _TRIES
-    if port:
-        candidates = [port]
-    elif port is None:
-        candidates = [*range(USUAL_PORT, LAST_USUAL_PORT + 1), *candidates]
+    numbers = [own.address for own in addresses]
+    candidates = [port]
+    if port is None:
+        candidates = [*range(USUAL_PORT, LAST_USUAL_PORT + 1), 0]
     for candidate in candidates:
-        sockets = _bind_all(addresses, candidate)
+        sockets = bind_all(numbers, candidate or 0)
         if sockets is None:
             continue
-        opened = OpenPort(sockets)
+        opened = OpenPort(
+            {own: sockets[own.address] for own in addresses if own.address in sockets}
+        )
         reason = f"port {opened.port}"
         if port is None and opened.port != USUAL_PORT:
             holder = holder_of(USUAL_PORT) or "a process that has just exited"
             reason += f": the next free one, because {USUAL_PORT} is used by {holder}"
         return Decision(value=opened, reason=reason + note)
-    raise _port_taken(port or USUAL_PORT)
+    raise port_taken(port or USUAL_PORT)
 
 
 def open_loopback(port: int | None) -> socket.socket:
     """Listen on loopback only; ``port`` None or 0 uses any free port."""
-    sockets = _bind_all([_LOOPBACK], port or 0)
+    sockets = bind_all([_LOOPBACK.address], port or 0)
     if sockets is None:
-        raise _port_taken(port or 0)
-    return sockets[_LOOPBACK]
+        raise port_taken(port or 0)
+    return sockets[_LOOPBACK.address]
 
 
 def _addresses(
@@ -212,39 +212,47 @@ def _addresses(
     )
 
 
-def _bind_all(
-    addresses: Sequence[protocol.Address], port: int
-) -> dict[protocol.Address, socket.socket] | None:
-    """Return listening sockets on one port; None if it is in use on one of the addresses."""
-    with contextlib.ExitStack() as undo:
-        sockets: dict[protocol.Address, socket.socket] = {}
-        failure: OSError | None = None
-        for candidate in addresses:
-            family = socket.AF_INET6 if ":" in candidate.address else socket.AF_INET
-            try:
-                # It sets SO_REUSEADDR where that only skips connections of an earlier run, which linger.
-                sock = socket.create_server(
-                    (candidate.address, port), family=family, backlog=_BACKLOG
-                )
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return None
-                failure = error  # the address is gone or not ready yet: skip it
+def bind_all(addresses: Sequence[str], port: int) -> dict[str, socket.socket] | None:
+    """Return sockets that listen on one port, by address; None if it is in use on one of the addresses.
+
+    With port 0, the first address gets a free port; as it may be in use at another address, several are tried.
+    """
+    for _ in range(1 if port else _TRIES):
+        with contextlib.ExitStack() as undo:
+            sockets: dict[str, socket.socket] = {}
+            failure: OSError | None = None
+            number = port
+            for address in addresses:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                try:
+                    # It sets SO_REUSEADDR where that only skips connections of an earlier run, which linger.
+                    sock = socket.create_server((address, number), family=family, backlog=_BACKLOG)
+                except OSError as error:
+                    failure = error
+                    if error.errno == errno.EADDRINUSE:
+                        break
+                    continue  # the address is gone or not ready yet: skip it
+                sockets[address] = undo.enter_context(sock)
+                number = _port_of(sock)
+            if failure is not None and failure.errno == errno.EADDRINUSE:
                 continue
-            sockets[candidate] = undo.enter_context(sock)
-            port = _port_of(sock)
-        if not sockets and failure is not None:
-            why = f"{failure.strerror}; ports below 1024 need root"
-            raise Impossible(f"cannot listen on port {port}", why=why, fix=_FIX)
-        undo.pop_all()
-        return sockets
+            if not sockets and failure is not None:
+                raise Impossible(
+                    f"cannot listen on {', '.join(addresses)}",
+                    why=f"{failure.strerror}; ports below 1024 need root",
+                    fix="ip -brief address  # shows the addresses of this host",
+                )
+            undo.pop_all()
+            return sockets
+    return None
 
 
 def _port_of(sock: socket.socket) -> int:
     return int(sock.getsockname()[1])
 
 
-def _port_taken(port: int) -> Impossible:
+def port_taken(port: int) -> Impossible:
+    """Return the error for a port that another program uses."""
     holder = holder_of(port)
     return Impossible(
         f"port {port} is in use",

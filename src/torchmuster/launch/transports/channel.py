@@ -22,6 +22,9 @@ class Channel(Protocol):
     async def send(self, message: protocol.ToAgent) -> None:
         """Send a message; on a closed channel this does nothing (``receive`` reports the end)."""
 
+    def say_alive(self) -> None:
+        """Send a heartbeat without waiting; it is left out while earlier messages are still being sent."""
+
     async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the node agent is gone. Raises ``UnreadableMessage``."""
 

@@ -13,6 +13,7 @@ FIRST_WORDS = b'={"kind":'
 _KEPT_WORDS = 4000
 _CLOSE_WITHIN_S = 12.0
 _LAST_WORDS_WITHIN_S = 1.0
+_ALIVE = protocol.to_line(protocol.Alive())
 NODE_AGENT = ("-m", "torchmuster.launch.node.supervisor")
 
 
@@ -25,6 +26,9 @@ class PipeChannel:
         assert process.stderr is not None
         self._process = process
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self.first: protocol.FromAgent | None = (
+            None  # received already; ``receive`` returns it once
+        )
         self._understood = False
         self._errors = ""
         self._listening = asyncio.create_task(self._keep_errors())
@@ -56,8 +60,16 @@ class PipeChannel:
             self._stdin.write(protocol.to_line(message))
             await self._stdin.drain()
 
+    def say_alive(self) -> None:
+        """Send a heartbeat, unless earlier messages are still being sent."""
+        if not self._stdin.is_closing() and not self._stdin.transport.get_write_buffer_size():
+            self._stdin.write(_ALIVE)
+
     async def receive(self) -> protocol.FromAgent | None:
         """Return the next message, or None when the node agent is gone."""
+        first, self.first = self.first, None
+        if first is not None:
+            return first
         while line := await self._line():
             if not self._understood and not line.startswith(FIRST_WORDS):
                 self._keep(line)

@@ -2,8 +2,7 @@
 
 srun copies its standard input to every task, so a message to one node would be sent to all of them: with N nodes, N times N
 messages. Therefore srun carries only the join code, and each node agent has a connection of its own.
-Output of a task has the task number as prefix (``3: …``); it is shown if the task fails. srun reports failed tasks on its
-standard error.
+srun reports how a task ended (``srun: error: node2: task 1: Killed``); such lines explain a lost connection.
 
 Measured with Slurm 22.05, and relied on here:
 
@@ -21,14 +20,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torchmuster.errors import NotNow
 from torchmuster.launch import protocol
 from torchmuster.launch.schedulers.slurm import jobs
 from torchmuster.launch.schedulers.slurm.allocation import Allocation
 from torchmuster.launch.transports.channel import Arrive, Channel, Transport
 from torchmuster.launch.transports.join.code import encode_code
-from torchmuster.launch.transports.join.stream import MessageChannel
-from torchmuster.launch.transports.join.transport import JoinedChannel, JoinTransport
+from torchmuster.launch.transports.join.transport import JoinTransport
 from torchmuster.launch.transports.local import NODE_AGENT
 from torchmuster.launch.transports.srun_step import SrunStep
 
@@ -46,7 +43,7 @@ _OF_THE_JOB = (
     "SLURM_NODE_ALIASES",
 )
 # A closed connection is noticed before srun has said how the task exited.
-_REPORT_WITHIN_S = 2.0
+_REPORT_WITHIN_S = 1.0
 _PORTS_TRIED = 20
 
 
@@ -75,7 +72,6 @@ def srun_command(
         *([f"--gres=gpu:{gpus}"] if gpus else []),
         "--cpu-bind=none",
         "--mpi=none",
-        "--label",
         "--input=all",
         # The launcher decides what to do when a task or a node is lost.
         "--kill-on-bad-exit=0",
@@ -98,10 +94,10 @@ def environment_for_srun(environment: Mapping[str, str]) -> dict[str, str]:
 class SrunChannel:
     """The launcher's end of the connection to one node agent; srun knows how it exited."""
 
-    def __init__(self, channel: JoinedChannel, step: SrunStep, place: int) -> None:
+    def __init__(self, channel: Channel, step: SrunStep, node: str) -> None:
         self._channel = channel
         self._step = step
-        self._place = place
+        self._node = node
         self.send = channel.send
         self.say_alive = channel.say_alive
         self.close = channel.close
@@ -110,14 +106,12 @@ class SrunChannel:
         """Return the next message, or None when the node agent is gone."""
         message = await self._channel.receive()
         if message is None:
-            await self._step.reported(self._place, _REPORT_WITHIN_S)
+            await asyncio.sleep(_REPORT_WITHIN_S)
         return message
 
     def why_closed(self) -> str:
-        """Return the last output of srun and the node agent if it has exited, or the error of the connection."""
-        if self._step.has_ended(self._place):
-            return self._step.last_output(self._place)
-        return self._channel.why_closed()
+        """Return what srun says about the task, or the error of the connection."""
+        return "\n".join(self._step.errors_of(self._node)) or self._channel.why_closed()
 
 
 class SrunTransport(Transport):
@@ -141,6 +135,7 @@ class SrunTransport(Transport):
         self._service: JoinTransport | None = None
         self._steps: list[SrunStep] = []
         self._step_of: dict[int, SrunStep] = {}
+        self._joined: set[int] = set()
 
     @property
     def places(self) -> Sequence[str]:
@@ -150,44 +145,31 @@ class SrunTransport(Transport):
     async def open(self, arrive: Arrive) -> None:
         """Listen for the node agents, and start them on all nodes."""
         self._arrive = arrive
-        self._service = await self._listen(await asyncio.to_thread(_allowed_ports))
-        everywhere = range(len(self.places))
-        await self._start(everywhere, srun_command(self._allocation, self._agent))
+        self._service = JoinTransport(
+            count=len(self.places),
+            ports=await asyncio.to_thread(_allowed_ports),
+            on_event=self._on_event,
+        )
+        await self._service.open(self._arrived)
+        await self._start(range(len(self.places)), srun_command(self._allocation, self._agent))
 
     async def reopen(self, place: int) -> None:
         """Start the node agent of one node again, in a separate step."""
         assert self._service is not None
+        self._joined.discard(place)
         await self._service.reopen(place)
         await self._start([place], srun_command(self._allocation, self._agent, place))
 
-    async def _listen(self, ports: Sequence[int]) -> JoinTransport:
-        """Open the first of these ports that is free; any if none is given."""
-        for number, port in enumerate(ports or [0], 1):
-            service = JoinTransport(
-                count=len(self.places),
-                port=port or None,
-                on_event=self._on_event,
-            )
-            try:
-                await service.open(self._arrived)
-                break
-            except NotNow:  # the port is in use
-                if number >= min(len(ports), _PORTS_TRIED):
-                    raise
-        return service
-
     def _arrived(self, place: int, channel: Channel) -> None:
         assert self._arrive is not None
-        assert isinstance(channel, MessageChannel)
-        step = self._step_of[place]
-        step.joined(place)
-        self._arrive(place, SrunChannel(channel, step, place))
+        self._joined.add(place)
+        self._arrive(place, SrunChannel(channel, self._step_of[place], self.places[place]))
 
     async def _start(self, places: Iterable[int], command: Sequence[str]) -> None:
         assert self._service is not None
-        step = SrunStep(tuple(places), self.places)
+        step = SrunStep()
         self._steps.append(step)
-        self._step_of.update(dict.fromkeys(step.places, step))
+        self._step_of.update(dict.fromkeys(places, step))
         line = f"{encode_code(self._service.code)}\n".encode()
         await step.start(command, self._environment, line)
 
@@ -196,21 +178,23 @@ class SrunTransport(Transport):
         step = self._step_of.get(place)
         if step is None:
             return "srun has not been started"
-        seconds = f"srun is starting the node agent, {time.monotonic() - step.since:.0f} s"
-        output = step.last_output(place) or step.srun_output
-        return f"{seconds}; {output.splitlines()[-1]}" if output else seconds
+        text = f"srun is starting the node agent, {time.monotonic() - step.since_s:.0f} s"
+        return "; ".join([text, *list(step.output)[-1:]])
 
     def gave_up(self, place: int) -> protocol.Trouble | None:
         """Return why a node will not join, once srun or its task has exited."""
         step = self._step_of.get(place)
-        if step is None or not step.missing(place):
+        node = self.places[place]
+        if step is None or place in self._joined:
             return None
-        output = step.last_output(place)
+        if not step.over and not step.errors_of(node):
+            return None
+        job = self._allocation.job
         return protocol.Trouble(
             name="srun-failed",
-            what=f"srun could not start the node agent on {self.places[place]}",
-            why=output or "srun exited without an error message",
-            fix=_fix(output, self._allocation.job),
+            what=f"srun could not start the node agent on {node}",
+            why="\n".join(step.output),
+            fix=f"srun --jobid={job} --overlap --nodelist={node} {sys.executable} -m torchmuster --version  # try it by hand",
         )
 
     async def close(self) -> None:
@@ -221,25 +205,10 @@ class SrunTransport(Transport):
 
 
 def _allowed_ports(ask: jobs.Ask = jobs.run_slurm_command) -> list[int]:
-    """Return some of the ports that the cluster keeps open for srun; [] if any will do."""
+    """Return some of the ports that the cluster keeps open for srun; [0] if any will do."""
     answer = ask(["scontrol", "show", "config"])
     found = re.search(r"SrunPortRange\s*=\s*(\d+)-(\d+)", answer.out) if answer else None
     if found is None or int(found[2]) == 0:
-        return []
+        return [0]
     ports = range(int(found[1]), int(found[2]) + 1)
     return random.sample(ports, min(len(ports), _PORTS_TRIED))
-
-
-def _fix(output: str, job: str) -> str:
-    text = output.lower()
-    if "cannot reach the host" in text:
-        return "start muster inside the job, where nodes reach each other: sbatch, or muster run --slurm"
-    if "no such file or directory" in text:
-        return "install torchmuster at the same path on every node, for example on a shared disk"
-    if any(word in text for word in ("expired", "invalid job id", "completing or completed")):
-        return f"job {job} has ended; submit it again"
-    if "busy" in text or "temporarily" in text:
-        return f"another step uses the nodes; list the steps: squeue --steps --jobs={job}"
-    if "generic resource" in text or "gres" in text:
-        return "request the same number of GPUs on each node: sbatch --gpus-per-node=N"
-    return f"try srun by hand: srun --jobid={job} --overlap --label hostname"

@@ -14,27 +14,22 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torchmuster.devices.processes import user_of_this_process
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch import protocol
-from torchmuster.launch.job import Host, Limits
+from torchmuster.launch.job import Host
 from torchmuster.launch.network import interfaces
 from torchmuster.launch.transports.channel import Arrive, Transport, allow_open_files
 from torchmuster.launch.transports.local import NODE_AGENT, PipeChannel
 
 # sshd refuses more concurrent logins than this (MaxStartups).
 AT_ONCE = 32
-# One ssh process for each host: beyond this number, use a scheduler.
-MOST_HOSTS = 256
-_ALIVE_EVERY_S = 3
 _FILES_EACH = 4
 _OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes"),  # never wait for a password prompt that the user cannot see
     *("-o", "ConnectTimeout=10"),
-    *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}"),
     *("-o", "ClearAllForwardings=yes"),
     # Use an existing master connection, but do not leave a new one behind after the run.
     *("-o", "ControlMaster=no"),
@@ -42,23 +37,10 @@ _OPTIONS = (
 _WORDS_SHOWN = 4
 
 
-def node_agent_command(
-    host: str, python: str, *, lost_after_s: float = Limits.lost_after_s
-) -> list[str]:
-    """Return the ssh command that starts a node agent on a host."""
-    return ssh_command(host, (python, *NODE_AGENT), lost_after_s=lost_after_s)
-
-
-def ssh_command(host: str, program: Sequence[str], *, lost_after_s: float) -> list[str]:
-    """Return the ssh command that runs a fixed program on a host; user input is sent to its stdin.
-
-    ssh closes a silent link shortly after the launcher has declared the host lost, not before.
-    """
+def ssh_command(host: str, program: Sequence[str]) -> list[str]:
+    """Return the ssh command that runs a fixed program on a host; user input is sent to its stdin."""
     remote = " ".join(shlex.quote(word) for word in program)
-    # ssh exits after this many unanswered keep-alive messages.
-    keep_alives = max(1, int(lost_after_s // _ALIVE_EVERY_S))
-    patience = ("-o", f"ServerAliveCountMax={keep_alives}")
-    return ["ssh", *_OPTIONS, *patience, "--", host, f"exec {remote}"]
+    return ["ssh", *_OPTIONS, "--", host, f"exec {remote}"]
 
 
 def require_ssh() -> None:
@@ -82,25 +64,12 @@ def is_this_host(host: str) -> bool:
 class SshTransport(Transport):
     """One place for each host, in the order given by the user."""
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        python: str,
-        *,
-        lost_after_s: float = Limits.lost_after_s,
-    ) -> None:
-        if len(hosts) > MOST_HOSTS:
-            raise Impossible(
-                f"{len(hosts)} hosts are too many for ssh",
-                why=f"the launcher keeps one connection per host, at most {MOST_HOSTS}",
-                fix="muster run --slurm …  # or Kubernetes: a scheduler has no such limit",
-            )
+    def __init__(self, hosts: Sequence[Host], python: str) -> None:
         self._here = {place for place, host in enumerate(hosts) if is_this_host(host.name)}
         if len(self._here) < len(hosts):
             require_ssh()
         self._hosts = list(hosts)
         self._python = python
-        self._lost_after_s = lost_after_s
         self._arrive: Arrive | None = None
         self._called_s: dict[int, float] = {}
         self._failed: dict[int, protocol.Trouble] = {}
@@ -131,7 +100,7 @@ class SshTransport(Transport):
         assert self._arrive is not None
         async with self._gate:
             name = self._hosts[place].name
-            command = node_agent_command(name, self._python, lost_after_s=self._lost_after_s)
+            command = ssh_command(name, (self._python, *NODE_AGENT))
             if place in self._here:
                 command = [sys.executable, *NODE_AGENT, "--local"]
             try:
@@ -152,7 +121,8 @@ class SshTransport(Transport):
             self._failed.setdefault(place, diagnose_ssh(name, self._python, code, output))
             await channel.kill()
             return
-        self._arrive(place, _Greeted(channel, first))
+        channel.first = first
+        self._arrive(place, channel)
 
     def waiting_for(self, place: int) -> str:
         """Return how long ssh has been connecting."""
@@ -170,131 +140,69 @@ class SshTransport(Transport):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class _Greeted:
-    """A channel whose first message has already been read."""
-
-    def __init__(self, channel: PipeChannel, first: protocol.FromAgent) -> None:
-        self._channel = channel
-        self._first: protocol.FromAgent | None = first
-        self.send = channel.send
-        self.why_closed = channel.why_closed
-        self.close = channel.close
-
-    async def receive(self) -> protocol.FromAgent | None:
-        first, self._first = self._first, None
-        return first if first is not None else await self._channel.receive()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cause:
-    """A pattern of ssh's error output, its cause and the fix."""
-
-    name: str
-    says: str
-    why: str
-    fix: str
-    exit_code: int = ExitCode.FAILED
-
-
-# The first match is used.
+# Patterns of ssh's error output, each with its finding, its cause and the fix. The first match is used.
 _CAUSES = (
-    _Cause(
-        name="ssh-host-key-changed",
-        says=r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
-        why="its host key differs from the known one: it was reinstalled, or another machine answers "
-        "at its address",
-        fix="{forget}  # if it was reinstalled; then ssh {host} and compare the key",
-        exit_code=ExitCode.IMPOSSIBLE,
+    (
+        "ssh-host-key-unknown",
+        r"Host key verification failed|IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that is known here",
+        "ssh {host}  # once by hand: compare the key and accept it; ssh says how to remove an old one",
     ),
-    _Cause(
-        name="ssh-host-key-unknown",
-        says=r"Host key verification failed",
-        why="its host key is not known here yet",
-        fix="ssh {host}  # once by hand: compare the key and accept it",
-        exit_code=ExitCode.IMPOSSIBLE,
+    (
+        "ssh-key-refused",
+        r"Permission denied",
+        "it does not accept your key",
+        "ssh-copy-id {host}  # for a key with a passphrase also: ssh-add",
     ),
-    _Cause(
-        name="ssh-key-refused",
-        says=r"Permission denied",
-        why="it does not accept your key",
-        fix="ssh-copy-id {host}  # for a key with a passphrase also: ssh-add",
-        exit_code=ExitCode.IMPOSSIBLE,
+    (
+        "host-name-unknown",
+        r"Could not resolve hostname|Name or service not known|Temporary failure in name",
+        "its name cannot be resolved on this host",
+        "use its IP address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
     ),
-    _Cause(
-        name="host-name-unknown",
-        says=r"Could not resolve hostname|Name or service not known|Temporary failure in name",
-        why="its name cannot be resolved on this host",
-        fix="use its IP address, or add it to ~/.ssh/config (HostName) or /etc/hosts",
-        exit_code=ExitCode.IMPOSSIBLE,
-    ),
-    _Cause(
-        name="ssh-not-served",
-        says=r"Connection refused",
-        why="it is up, but no ssh server listens on that port",
-        fix="on {host}: sudo systemctl enable --now ssh || sudo systemctl enable --now sshd  "
+    (
+        "ssh-not-served",
+        r"Connection refused",
+        "it is up, but no ssh server listens on that port",
+        "on {host}: sudo systemctl enable --now ssh || sudo systemctl enable --now sshd  "
         "# or set Port in ~/.ssh/config",
     ),
-    _Cause(
-        name="host-unreachable",
-        says=r"timed out|No route to host|Host is down",
-        why="it does not answer: it is off, on another network, or a firewall blocks ssh",
-        fix="ping {host}  # and check whether its firewall allows the ssh port",
+    (
+        "host-unreachable",
+        r"timed out|No route to host|Host is down|Network is unreachable",
+        "it does not answer: it is off, on another network, or a firewall blocks ssh",
+        "ping {host}  # and check whether its firewall allows the ssh port",
     ),
-    _Cause(
-        name="network-unreachable",
-        says=r"Network is unreachable",
-        why="this host has no route to its network",
-        fix="ip route get {host}  # shows the route",
+    (
+        "torchmuster-missing",
+        r"No module named '?torchmuster",
+        "torchmuster is not installed for {python} there",
+        "ssh {host} {python} -m pip install torchmuster",
     ),
-    _Cause(
-        name="ssh-hangs-up",
-        says=r"kex_exchange_identification|Connection (closed|reset) by",
-        why="it closed the connection before the login: too many concurrent logins, or this host is "
-        "not allowed",
-        fix="try again, and check MaxStartups and AllowUsers in its /etc/ssh/sshd_config",
+    (
+        "python-missing",
+        r"No such file or directory|not found",
+        "{python} does not exist there",
+        "install it there, or set the path on the remote hosts: --set launch.remote_python=PATH",
     ),
-    _Cause(
-        name="torchmuster-missing",
-        says=r"No module named '?torchmuster",
-        why="torchmuster is not installed for {python} there",
-        fix="ssh {host} {python} -m pip install torchmuster",
-        exit_code=ExitCode.IMPOSSIBLE,
-    ),
-    _Cause(
-        name="python-missing",
-        says=r"No such file or directory|not found",
-        why="{python} does not exist there",
-        fix="install it there, or set the path on the remote hosts: --set launch.remote_python=PATH",
-        exit_code=ExitCode.IMPOSSIBLE,
-    ),
+    ("ssh-failed", r"", "ssh exited with code {code}", "ssh {host}  # try it by hand"),
 )
+# Another try may succeed.
+_MAY_PASS = {"ssh-not-served", "host-unreachable", "ssh-failed"}
 
 
 def diagnose_ssh(host: str, python: str, code: int, output: str) -> protocol.Trouble:
     """Return the cause and the fix for a failure of ssh."""
-    cause = next(
-        (candidate for candidate in _CAUSES if re.search(candidate.says, output, re.IGNORECASE)),
-        _Cause(
-            name="ssh-failed",
-            says="",
-            why="ssh exited with code {code}",
-            fix="ssh {host}  # try it by hand",
-        ),
-    )
-    # ssh's output names the file with the old key.
-    forget = re.search(r"ssh-keygen -f .+", output)
-    known = {
-        "host": host,
-        "code": code,
-        "python": shlex.quote(python),
-        "forget": forget[0].strip() if forget else f"ssh-keygen -R {host}",
-    }
+    for name, pattern, why, fix in _CAUSES:  # noqa: B007
+        if re.search(pattern, output, re.IGNORECASE):
+            break
+    values = {"host": host, "code": code, "python": shlex.quote(python)}
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return protocol.Trouble(
-        name=cause.name,
+        name=name,
         what=f"cannot connect to host {host}",
-        why=cause.why.format(**known),
-        fix=cause.fix.format(**known),
+        why=why.format(**values),
+        fix=fix.format(**values),
         evidence="\n".join(lines[-_WORDS_SHOWN:]),
-        exit_code=cause.exit_code,
+        exit_code=ExitCode.FAILED if name in _MAY_PASS else ExitCode.IMPOSSIBLE,
     )

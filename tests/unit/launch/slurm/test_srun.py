@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
@@ -20,6 +19,7 @@ from torchmuster.launch.transports import srun
 from torchmuster.launch.transports.channel import Channel, Transport
 from torchmuster.launch.transports.join.client import connect_to_host
 from torchmuster.launch.transports.srun import SrunTransport, environment_for_srun, srun_command
+from torchmuster.launch.transports.srun_step import SrunStep
 
 SIMULATED_HOSTS = Path(__file__).parents[4] / "benchmarks" / "control_plane.py"
 ALLOCATION = Allocation(
@@ -58,7 +58,7 @@ def test_only_the_jobs_own_variables_reach_srun() -> None:
 def as_srun(tmp_path: Path) -> dict[str, str]:
     """Variables with which ``srun`` is a program that prints like a task prolog, and plays all nodes."""
     (tmp_path / "srun").write_text(
-        "#!/bin/sh\necho '0: ==== Welcome ===='; echo '0: +-----+'\n"
+        "#!/bin/sh\necho '==== Welcome ===='; echo '+-----+'\n"
         f'exec {sys.executable} {SIMULATED_HOSTS} srun "$@"\n'
     )
     (tmp_path / "srun").chmod(0o755)
@@ -127,8 +127,8 @@ def test_a_stranger_without_the_secret_is_not_admitted(as_srun: dict[str, str]) 
     ("answer", "ports"),
     [
         ("SrunPortRange           = 60001-60003\n", {60001, 60002, 60003}),
-        ("SrunPortRange           = 0-0\n", set()),
-        ("", set()),
+        ("SrunPortRange           = 0-0\n", {0}),
+        ("", {0}),
     ],
 )
 def test_the_launcher_listens_where_the_cluster_lets_srun_listen(
@@ -144,7 +144,7 @@ def test_the_agents_are_started_with_this_python() -> None:
 
 
 def test_without_srun_every_place_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -159,4 +159,16 @@ def test_without_srun_every_place_is_given_up(
     trouble = asyncio.run(scene())
     assert trouble is not None
     assert trouble.name == "srun-failed"
-    assert (trouble.what, trouble.why) == snapshot
+    assert trouble.what == "srun could not start the node agent on n2"
+    assert trouble.why == "srun: No such file or directory"
+
+
+def test_srun_names_the_node_whose_agent_ended_while_others_go_on() -> None:
+    transport = SrunTransport(ALLOCATION)
+    step = SrunStep()
+    step.output.extend(["welcome", "srun: error: n2: task 1: Exited with exit code 127"])
+    transport._step_of = {0: step, 1: step}
+    assert transport.gave_up(0) is None
+    trouble = transport.gave_up(1)
+    assert trouble is not None
+    assert "Exited with exit code 127" in trouble.why

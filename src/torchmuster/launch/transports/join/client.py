@@ -1,18 +1,17 @@
 """The joining machine's side: connect to the host, verify its certificate, and join.
 
-All addresses are tried concurrently. The server must present the certificate whose pin is in the code; nothing is
-sent before that. Temporary failures (host not started yet, too many connections) are retried until the timeout,
-with progress messages; other failures raise an error immediately.
+The addresses of the code are tried one after the other, the most likely first. The server must present the certificate
+whose pin is in the code; nothing is sent before that. Temporary failures (host not started yet, too many connections) are
+retried until the timeout, with progress messages; other failures raise an error immediately.
 """
 
 import asyncio
-import enum
+import os
 import platform
 import random
-import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -23,7 +22,7 @@ from torchmuster.launch.network import firewall
 from torchmuster.launch.transports.join import certificate, messages
 from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.messages import Join, Refused, Welcome
-from torchmuster.launch.transports.join.stream import MessageChannel, Stream, open_stream
+from torchmuster.launch.transports.join.stream import READ_AHEAD_BYTES, MessageChannel, Stream
 from torchmuster.redaction import printable
 
 CONNECT_S = 3.0
@@ -31,25 +30,15 @@ CONNECT_S = 3.0
 ANSWER_S = 20.0
 REPORT_EVERY_S = 5.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
-
-
-class Problem(enum.Enum):
-    """Why the host was not joined at one of its addresses, as a user reads it."""
-
-    TIMEOUT = f"no answer within {CONNECT_S:g} s"
-    REFUSED = "connection refused"
-    NO_ROUTE = "no route"
-    OTHER_HOST = "the certificate does not match the code"
-    NOT_TLS = "the program there does not use TLS"
-    UNANSWERED = "it accepts the connection, but does not answer"
-    TAKEN = "it still waits for an earlier connection of this node to end"
-
-
-# The addresses that were tried (``10.0.0.1:29399``), each with its problem.
-Problems = Mapping[str, Problem]
-
+_NEW_CODE = "use the code that muster run --join prints now"
 
 HostChannel = MessageChannel[protocol.ToAgent]
+# The addresses that were tried (``10.0.0.1:29399``), each with its error.
+Problems = Mapping[str, Exception]
+
+
+class WrongCertificateError(ConnectionError):
+    """Raised where another program answers, or a host whose code is another one."""
 
 
 async def connect_to_host(
@@ -67,109 +56,67 @@ async def connect_to_host(
     nodes that know the code before the host is up: its address may change, and what would be a wrong code may only be
     early.
     """
-    waiting = _Waiting(on_event, patience_s)
-    reminding = asyncio.create_task(waiting.remind())
+    end_s = time.monotonic() + patience_s
+    problems: dict[str, Exception] = {}
+
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            on_event(_progress_text(problems, name, end_s))
+
+    reporting = asyncio.create_task(report())
     pause_s = _SHORTEST_PAUSE_S
     try:
         while True:
-            addresses = await _resolve(name, code.port) if name else code.addresses
-            first = await first_to_answer(addresses, code.port, code.pin)
-            if isinstance(first, tuple):
-                waiting.state = f"connected to the host at {first[1]}, waiting to be accepted"
-                result = await _ask(*first, code.secret, place, early=bool(name))
-                if isinstance(result, MessageChannel):
-                    return result
-                problems = result
-            else:
-                problems = first
-            if not name and set(problems.values()) == {Problem.OTHER_HOST}:
+            is_first_round = not problems
+            for address in (name,) if name else code.addresses:
+                try:
+                    return await _join_at(address, code, place, may_be_early=bool(name))
+                except (OSError, TimeoutError, protocol.UnreadableMessage) as error:
+                    problems[_host(address, code.port)] = error
+            wrong = [isinstance(error, WrongCertificateError) for error in problems.values()]
+            if all(wrong) and not name:
                 raise _other_host(problems)
-            if waiting.left_s <= 0:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
                 raise _not_reached(problems, code.port, patience_s, name)
-            waiting.failed(_not_yet(problems, name))
+            if is_first_round:
+                on_event(_progress_text(problems, name, end_s))
             # Random pause: machines that were rejected together should not retry together.
-            await asyncio.sleep(min(waiting.left_s, random.uniform(pause_s / 2, pause_s)))
+            await asyncio.sleep(min(left_s, random.uniform(pause_s / 2, pause_s)))
             pause_s = min(2 * pause_s, longest_pause_s)
     finally:
-        reminding.cancel()
+        reporting.cancel()
 
 
-async def first_to_answer(
-    addresses: Sequence[str], port: int, pin: bytes
-) -> tuple[Stream, str] | Problems:
-    """Return the first connection to the host with this certificate and its address, or all problems."""
-    tries = {asyncio.create_task(_connect(address, port, pin)): address for address in addresses}
-    problems = {_shown(address, port): Problem.UNANSWERED for address in addresses}
+async def open_verified(address: str, port: int, pin: bytes) -> Stream:
+    """Connect to an address, and verify the certificate of the server. Raises OSError or TimeoutError."""
+    async with asyncio.timeout(CONNECT_S):
+        reader, writer = await asyncio.open_connection(address, port, limit=READ_AHEAD_BYTES)
+    stream = Stream(reader, writer)
     try:
-        pending = set(tries)
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for attempt in done:
-                host = _shown(tries[attempt], port)
-                result = attempt.result()
-                if isinstance(result, Stream):
-                    del tries[attempt]  # it is kept
-                    return result, host
-                problems[host] = result
-        return problems
-    finally:
-        for attempt in tries:
-            attempt.cancel()
-        for late in await asyncio.gather(*tries, return_exceptions=True):
-            if isinstance(late, Stream):
-                late.abort("another address was faster")
-
-
-async def _connect(address: str, port: int, pin: bytes) -> Stream | Problem:
-    """Connect to one address, and verify the certificate of the server."""
-    problem = Problem.TIMEOUT  # what a timeout means at this point
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            connected = await _connected(address, port)
-        problem = Problem.UNANSWERED
-        stream = await open_stream(connected, certificate.client_context(), ANSWER_S)
-    except ssl.SSLError:
-        return Problem.NOT_TLS
-    except TimeoutError:
-        return problem
-    except ConnectionRefusedError:
-        return Problem.REFUSED
-    except ConnectionError:  # also asyncio's error for a handshake that takes too long
-        return Problem.UNANSWERED
-    except OSError:
-        return Problem.NO_ROUTE
-    if certificate.has_pin(stream.peer_certificate(), pin):
-        return stream
-    stream.abort("the certificate does not match the code")
-    return Problem.OTHER_HOST
-
-
-async def _connected(address: str, port: int) -> socket.socket:
-    family, kind, number, _, where = socket.getaddrinfo(
-        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-    )[0]
-    # asyncio sets TCP_NODELAY only if the socket's protocol is given as TCP.
-    made = socket.socket(family, kind, number)
-    try:
-        made.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(made, where)
+        async with asyncio.timeout(ANSWER_S):
+            await writer.start_tls(certificate.client_context(), server_hostname="")
+        if not certificate.has_pin(stream.peer_certificate(), pin):
+            raise WrongCertificateError("the certificate does not match the code")
     except BaseException:
-        made.close()
+        stream.abort("the host was not verified")
         raise
-    return made
+    return stream
 
 
-async def _ask(
-    stream: Stream, host: str, secret: bytes, place: int | None, *, early: bool
-) -> HostChannel | Problems:
-    """Send the join request to the host, whose certificate has been verified.
+async def _join_at(
+    address: str, code: JoinCode, place: int | None, *, may_be_early: bool
+) -> HostChannel:
+    """Ask the host at one address to join; raise the error if it does not answer or refuses.
 
-    ``early``: a refused code may be valid later.
+    ``may_be_early``: a refused code may be valid later.
     """
+    stream = await open_verified(address, code.port, code.pin)
     join = Join(
         protocol=protocol.PROTOCOL,
         place=place,
-        secret=secret,
+        secret=code.secret,
         host=platform.node()[: messages.NAME_LIMIT],
         torchmuster=__version__,
     )
@@ -177,84 +124,56 @@ async def _ask(
         await stream.send(msgspec.json.encode(join))
         async with asyncio.timeout(ANSWER_S):
             answer = await stream.receive(protocol.MESSAGE_LIMIT, messages.decode_answer)
-    except (TimeoutError, protocol.UnreadableMessage):
-        answer = None
     except BaseException:
         stream.abort("given up")
         raise
     if isinstance(answer, Welcome):
+        host = _host(address, code.port)
         return MessageChannel(stream, protocol.decode_to_agent, host=host)
     await stream.close()
     if answer is None:
-        return {host: Problem.UNANSWERED}
-    if early and answer.reason != "other-protocol":
-        return {host: Problem.TAKEN}
+        raise ConnectionError("it accepts the connection, but does not answer")
+    if may_be_early and answer.reason != "other-protocol":
+        raise ConnectionError("it still waits for an earlier connection of this node to end")
     raise _not_let_in(answer)
 
 
-async def _resolve(name: str, port: int) -> Sequence[str]:
-    """Return the current addresses of a DNS name; none if it has none yet."""
-    try:
-        results = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    addresses = dict.fromkeys(str(where[0]) for *_, where in results)
-    return tuple(addresses)
-
-
-def _shown(address: str, port: int) -> str:
+def _host(address: str, port: int) -> str:
     host = f"[{address}]" if ":" in address else address
     return f"{host}:{port}"
 
 
-class _Waiting:
-    """Reports what is being waited for: at the first failure, and then every few seconds."""
+def _lines(problems: Problems) -> list[str]:
+    lines = []
+    for host, error in problems.items():
+        text = str(error)
+        if isinstance(error, TimeoutError):
+            text = "no answer in time"
+        elif isinstance(error, ssl.SSLError):
+            text = "the program there does not use TLS"
+        elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+            text = os.strerror(error.errno).lower()
+        lines.append(f"{host}: {text}")
+    return lines
 
-    def __init__(self, on_event: Callable[[str], None], patience_s: float) -> None:
-        self.state = "looking for the host"
-        self._on_event = on_event
-        self._end_s = time.monotonic() + patience_s
-        self._reported = False
 
-    @property
-    def left_s(self) -> float:
-        return self._end_s - time.monotonic()
-
-    def failed(self, state: str) -> None:
-        self.state = state
-        if not self._reported:
-            self._report()
-
-    async def remind(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            self._report()
-
-    def _report(self) -> None:
-        self._reported = True
-        self._on_event(f"{self.state}; trying for another {max(0, self.left_s):.0f} s")
+def _progress_text(problems: Problems, name: str, end_s: float) -> str:
+    target = f"the launcher {name}" if name else "the host"
+    tried = "; ".join(_lines(problems)) or "connecting"
+    left_s = max(0.0, end_s - time.monotonic())
+    return f"waiting for {target} ({tried}); trying for another {left_s:.0f} s"
 
 
 def _not_let_in(refused: Refused) -> Impossible:
-    why = printable([refused.why])
+    what, fix = "the host does not know this join code", _NEW_CODE
     if refused.reason == "other-protocol":
         version = printable([refused.torchmuster])
-        return Impossible(
-            f"the host has torchmuster {version}, this machine has {__version__}",
-            why=why,
-            fix=f"pip install torchmuster=={version}  # then use the same code again",
-        )
-    if refused.reason == "no-place":
-        return Impossible(
-            "all machines of this run have joined already",
-            why=why,
-            fix="start the run for more machines: muster run --join --nodes N",
-        )
-    return Impossible(
-        "the host does not know this join code",
-        why=why,
-        fix="use the code that muster run --join prints now",
-    )
+        what = f"the host has torchmuster {version}, this machine has {__version__}"
+        fix = f"pip install torchmuster=={version}  # then use the same code again"
+    elif refused.reason == "no-place":
+        what = "all machines of this run have joined already"
+        fix = "start the run for more machines: muster run --join --nodes N"
+    return Impossible(what, why=printable([refused.why]), fix=fix)
 
 
 def _other_host(problems: Problems) -> MusterError:
@@ -262,45 +181,21 @@ def _other_host(problems: Problems) -> MusterError:
         f"the server at {', '.join(problems)} is not the host of this join code",
         why="its certificate does not match the code: the run was started again after it printed the "
         "code, or the connection is intercepted; nothing was sent",
-        fix="use the code that muster run --join prints now; if the error persists, do not trust this network",
+        fix=f"{_NEW_CODE}; if the error persists, do not trust this network",
     )
 
 
-def _lines(problems: Problems) -> list[str]:
-    return [f"{host}: {problem.value}" for host, problem in problems.items()]
-
-
-def _not_yet(problems: Problems, name: str) -> str:
-    tried = "; ".join(_lines(problems))
-    if name:
-        return f"waiting for the launcher {name} ({tried or 'the name has no address yet'})"
-    return f"the host is not reachable yet ({tried})"
-
-
 def _not_reached(problems: Problems, port: int, patience_s: float, name: str) -> MusterError:
+    why = "\n".join(_lines(problems))
     if name:
         return MusterError(
             f"the launcher {name} did not accept this node within {patience_s:g} s",
-            why="\n".join(_lines(problems)) or "the name has no address",
+            why=why,
             fix="look at the first node: it runs the launcher",
         )
-    kinds = set(problems.values())
-    if kinds == {Problem.REFUSED}:
-        meaning = "the machine is up but the port is closed: the run has ended or its port changed"
-        fix = "start the run again and use its new code"
-    elif Problem.UNANSWERED in kinds:
-        meaning = "the host is up but overloaded, or a proxy or firewall intercepts the connection"
-        fix = "use the same code again; if the error persists, check the output of muster run"
-    elif kinds & {Problem.TIMEOUT, Problem.NO_ROUTE, Problem.REFUSED}:
-        meaning = (
-            "a firewall blocks the connection, the networks are not connected, or the host is off"
-        )
-        fix = f"on the host:\n{firewall.open_command_anywhere(port)}"
-    else:
-        meaning = "another program answers, not the host that printed this code"
-        fix = "use the code that muster run --join prints now"
     return MusterError(
         f"cannot reach the host within {patience_s:g} s",
-        why="\n".join([*_lines(problems), meaning]),
-        fix=fix,
+        why=why,
+        fix=f"if the run has ended, start it again and use its new code; else, on the host:\n"
+        f"{firewall.open_command_anywhere(port)}",
     )

@@ -15,7 +15,7 @@ from torchmuster.launch import protocol
 
 HEADER_BYTES = 4
 # Bytes that are read ahead.
-_READ_AHEAD_BYTES = 16 * 1024
+READ_AHEAD_BYTES = 16 * 1024
 # With more bytes waiting to be sent, a sender waits.
 _UNSENT_BYTES = 64 * 1024
 _CLOSE_WITHIN_S = 2.0
@@ -137,9 +137,9 @@ class MessageChannel(Generic[protocol.Read]):
         """Send a message; on a closed channel this does nothing."""
         await self._stream.send(protocol.encode(message))
 
-    def say_alive(self) -> bool:
-        """Send a heartbeat if that needs no waiting; return whether it was sent."""
-        return self._stream.send_at_once(_ALIVE)
+    def say_alive(self) -> None:
+        """Send a heartbeat, unless earlier messages are still being sent: it needs no task."""
+        self._stream.send_at_once(_ALIVE)
 
     async def receive(self) -> protocol.Read | None:
         """Return the next message, or None when the other side is gone. Raises ``UnreadableMessage``."""
@@ -154,36 +154,15 @@ class MessageChannel(Generic[protocol.Read]):
         await self._stream.close()
 
 
-async def open_stream(
-    connected: socket.socket, context: ssl.SSLContext, timeout_s: float
-) -> Stream:
-    """Do the TLS handshake of a client on a connected socket, which the stream then owns.
-
-    Raises OSError and closes the socket if the handshake fails.
-    """
-    try:
-        reader, writer = await asyncio.open_connection(
-            sock=connected,
-            ssl=context,
-            server_hostname="",
-            ssl_handshake_timeout=timeout_s,
-            limit=_READ_AHEAD_BYTES,
-        )
-    except BaseException:
-        connected.close()
-        raise
-    return Stream(reader, writer)
-
-
 async def accept_stream(
     accepted: socket.socket, context: ssl.SSLContext, timeout_s: float
 ) -> Stream:
-    """Do the TLS handshake of a server, as ``open_stream`` does that of a client.
+    """Do the TLS handshake of a server on a connected socket, which the stream then owns.
 
     ``asyncio.start_server`` would accept any number of connections before their handshakes are done.
     """
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=_READ_AHEAD_BYTES)
+    reader = asyncio.StreamReader(limit=READ_AHEAD_BYTES)
     stream_protocol = asyncio.StreamReaderProtocol(reader)
     try:
         transport, _ = await loop.connect_accepted_socket(
