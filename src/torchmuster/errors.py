@@ -98,6 +98,11 @@ class ConfigError(Impossible):
         return type(self), (self.mistakes,)  # so that it can be pickled
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its class if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class NoSuchDevice(Impossible):
     """An id, UUID or prefix that names no device, or more than one."""
 

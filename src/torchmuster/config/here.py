@@ -72,45 +72,50 @@ def looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
+def matching_files(pattern: str) -> list[str]:
+    """Return the files of a path, a pattern or a folder; a URL is returned as it is."""
+    if "://" in pattern or "::" in pattern:  # not on this host
+        return [pattern]
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [str(path)]
+    if path.is_dir():
+        path = path / "*"
+    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # whole patterns, not below a folder
+    files = [name for name in names if Path(name).is_file()]
+    if not files:
+        raise Impossible(
+            f"{redact_text(pattern)!r} matches no file in {Path.cwd()}",
+            fix="check the path or the pattern",
+        )
+    return files
+
+
 def _files(resolved: Resolved) -> Iterator[Mistake]:
     data = resolved.settings.data
     if data.files is None:
         return
-    named = []
     for path, places in (("data.files", data.files), ("data.evaluation", data.evaluation)):
         for place in [places] if isinstance(places, str) else places or ():
-            named.append((path, place))
-    for path, place in named:
-        if "://" in place or "::" in place:  # not on this host
-            continue
-        pattern = str(Path(place).expanduser())
-        if not glob.glob(pattern, recursive=True, include_hidden=True):  # noqa: PTH207  # whole patterns, not below a folder
-            yield Mistake(
-                where=resolved.sources[path].where,
-                what=f"{path} is {redact_text(place)!r}, which matches no file in {Path.cwd()}",
-                fix="check the path or the pattern",
-            )
+            try:
+                matching_files(place)
+            except Impossible as error:
+                where = resolved.sources[path].where
+                yield Mistake(where=where, what=f"{path}: {error.what}", fix=error.fix)
 
 
 def _images(resolved: Resolved) -> Iterator[Mistake]:
-    """Check image folders: each class has a subfolder."""
     data = resolved.settings.data
     if data.images is None:
         return
-    classes = None
-    for path, place in (
-        ("data.images", data.images),
-        ("data.evaluation", data.evaluation),
-    ):
-        if place is None:
+    for path, folder in (("data.images", data.images), ("data.evaluation", data.evaluation)):
+        if folder is None:
             continue
         try:
-            classes = image_classes(str(place), known=classes)
+            image_classes(str(folder))
         except Impossible as error:
-            yield Mistake(
-                where=resolved.sources[path].where, what=f"{error.what}: {error.why}", fix=error.fix
-            )
-            return
+            where = resolved.sources[path].where
+            yield Mistake(where=where, what=f"{error.what}: {error.why}", fix=error.fix)
 
 
 def _model(resolved: Resolved) -> Iterator[Mistake]:

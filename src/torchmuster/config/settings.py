@@ -174,11 +174,16 @@ class Data:
         ),
     ] = None
     shuffle: Annotated[
-        bool, Meta(description="Shuffle the data in each epoch, based on the seed.")
+        bool,
+        Meta(
+            description="Shuffle the data in each epoch, based on the seed; a stream of text in blocks of 1,000 records."
+        ),
     ] = True
     workers: Annotated[
         Annotated[int, Meta(ge=0)],
-        Meta(description="Worker processes per rank that read ahead; 0 reads in the rank itself."),
+        Meta(
+            description="Worker processes per rank that read ahead; 0 reads in the rank itself, as streams do."
+        ),
     ] = 0
     evaluation: Annotated[
         Text | tuple[Text, ...] | None,

@@ -1,11 +1,10 @@
 """Create the dataset, loaders and evaluation that the settings describe."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchmuster.config.settings import Settings
-from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.data.formats import RecordFormat
 from torchmuster.train.data.images import ImageFolder
@@ -30,102 +29,83 @@ from torchmuster.worker.reporting import rank_zero_log
 _USUAL_MICRO_BATCH_SIZE = 8
 
 
-def images_of(place: str, recipe: ModelRecipe, world: World) -> ImageFolder:
-    """Return a folder of images, processed as the model needs them."""
-    assert recipe.files is not None, "images need a model with an image processor"
-    assert recipe.labels is not None, "images have classes"
-    processor = hugging_face.load_image_processor(recipe.files)
-    with rank_zero_first(world, per="node"):  # the first rank lists the files
-        return ImageFolder(place, processor, recipe.labels)
+@dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Text records to train and to evaluate on, and how they become rows."""
+
+    records: Records
+    evaluation: Records | None
+    format: TextFormat
+    reason: str  # for the kind of record
 
 
-def text_of(settings: Settings, world: World, recipe: ModelRecipe | None) -> TextFormat | None:
-    """Return how records become rows; None if the data is not text.
+def open_text(settings: Settings) -> TextData | None:
+    """Open the text that the settings name; None if the data is not text.
 
-    Without a model (``recipe``), rows are packed unless ``data.pack`` is false.
+    The first record decides what all records hold. Rows are packed unless data.pack is false.
     """
-    with rank_zero_first(world, per="node"):  # the first rank downloads and converts
-        records = open_records(settings)
-        if records is None:
-            return None
-        text = text_format(settings, records)[0]
-    if recipe is None:
-        return text
-    with rank_zero_first(world):
-        problem = None
-        if world.is_first and text.pack:
-            problem = recipe.mixed_documents(text.tokenizer.vocabulary)
-    (problem, *_) = all_gather_object(problem, world)
-    text, reason = with_proven_packing(text, settings, lambda: problem)
-    if reason:
-        rank_zero_log(world, reason)
-    return text
-
-
-def text_format(settings: Settings, records: Records) -> tuple[TextFormat, str]:
-    """Return how records become rows, and the reason for the format."""
     data = settings.data
+    columns = data.columns or {}
+    fields: dict[str, Any] = {f"{name}_field": column for name, column in columns.items()}
+    record = RecordFormat(**fields)
+    options = data.options or {}
+    evaluation = None
+    if data.files is not None:
+        records = open_files(data.files, record, options=options)
+        if data.evaluation is not None:
+            evaluation = open_files(data.evaluation, record, options={**options, "split": "train"})
+    elif data.hugging_face is not None:
+        records = open_dataset(data.hugging_face, options)
+        if data.evaluation is not None:
+            evaluation = open_dataset(data.hugging_face, {**options, "split": str(data.evaluation)})
+    else:
+        return None
     name = data.tokenizer or settings.model.model_name_or_path
     assert name is not None, "check_trainable refuses text without a tokenizer"
-    record = record_format(settings)
-    kind = record.recognize(next(iter(records.dataset), None), named=tuple(data.columns or ()))
+    kind = record.recognize(next(iter(records.dataset), {}), named=tuple(columns))
     text = TextFormat(
         tokenizer=tokenizer_named(name),
         sequence_length=data.sequence_length,
         pack=data.pack is not False,
         record=replace(record, kind=kind.value),
     )
-    return text, kind.reason
+    return TextData(records=records, evaluation=evaluation, format=text, reason=kind.reason)
 
 
-def with_proven_packing(
-    text: TextFormat, settings: Settings, mixes: Callable[[], str | None]
-) -> tuple[TextFormat, str]:
-    """Turn packing off if the model mixes the documents of a row; return the reason, too.
+def text_of(settings: Settings, world: World, recipe: ModelRecipe | None) -> TextData | None:
+    """Open the text on all ranks; rows are packed only if the model keeps their documents apart.
 
-    ``mixes`` tries the model. With ``data.pack: true`` such a model is refused.
+    Without a model (``recipe``), rows are packed unless ``data.pack`` is false.
     """
-    if not text.pack:
-        return text, ""
-    problem = mixes()
+    with rank_zero_first(world, per="node"):  # the first rank downloads and converts
+        text = open_text(settings)
+    if text is None or recipe is None or not text.format.pack:
+        return text
+    problem = None
+    with rank_zero_first(world):
+        if world.is_first:
+            problem = recipe.mixed_documents(text.format.tokenizer.vocabulary)
+    (problem, *_) = all_gather_object(problem, world)
     if problem is None:
-        return text, ""
+        return text
+    rank_zero_log(world, f"data.pack is off: {problem}")
+    return replace(text, format=unpacked(text.format, settings, problem))
+
+
+def unpacked(text: TextFormat, settings: Settings, problem: str) -> TextFormat:
+    """Turn packing off for a model that mixes the documents of a row; refuse ``data.pack: true``."""
     if settings.data.pack:
         raise Impossible(
             "data.pack is true, but this model mixes the documents of a row",
             why=problem,
             fix="remove data.pack: each document then has rows of its own",
         )
-    return replace(text, pack=False), f"data.pack is off: {problem}"
-
-
-def record_format(settings: Settings) -> RecordFormat:
-    """Return the fields of a record; what it holds is decided by the first record."""
-    columns = settings.data.columns or {}
-    fields: dict[str, Any] = {f"{name}_field": column for name, column in columns.items()}
-    return RecordFormat(**fields)
-
-
-def open_records(settings: Settings, *, to_evaluate: bool = False) -> Records | None:
-    """Open the records to train or to evaluate on; None if the data is not text, or the settings have none."""
-    data = settings.data
-    if to_evaluate and data.evaluation is None:
-        return None
-    if data.files is not None and to_evaluate:
-        return open_files(data.evaluation or (), record_format(settings))
-    if data.files is not None:
-        return open_files(data.files, record_format(settings), options=data.options)
-    if data.hugging_face is None:
-        return None
-    options = dict(data.options or {})
-    if to_evaluate:
-        options["split"] = str(data.evaluation)
-    return open_dataset(data.hugging_face, options)
+    return replace(text, pack=False)
 
 
 def samples_of(
     settings: Settings,
-    text: TextFormat | None,
+    text: TextData | None,
     recipe: ModelRecipe | None,
     world: World,
     *,
@@ -133,33 +113,37 @@ def samples_of(
 ) -> Any:
     """Return the dataset to train or to evaluate on."""
     data = settings.data
-    if data.images is not None and recipe is not None:
-        return images_of(str(data.evaluation) if to_evaluate else data.images, recipe, world)
     with rank_zero_first(world, per="node"):  # downloads and caches happen once on each host
-        if data.dataset is not None:
+        if data.images is not None:
+            assert recipe is not None, "check_trainable refuses images without a model"
+            assert recipe.files is not None, "check_trainable refuses images without a model"
+            assert recipe.labels is not None, "images have classes"
+            folder = str(data.evaluation) if to_evaluate else data.images
+            processor = hugging_face.load_image_processor(recipe.files)
+            return ImageFolder(folder, processor, recipe.labels)
+        if text is None:
+            name, setting = data.dataset, "data.dataset"
             if to_evaluate:
-                return factory.call_import(str(data.evaluation), "data.evaluation")
-            return factory.call_import(data.dataset, "data.dataset")
-        records = open_records(settings, to_evaluate=to_evaluate)
+                name, setting = str(data.evaluation), "data.evaluation"
+            return factory.call_import(str(name), setting)
+        records = text.evaluation if to_evaluate else text.records
         assert records is not None
-        assert text is not None
-        # The rows are prepared, or those of a stream.
-        return TextStream(records, text) if records.is_stream else rows_of(records, text)
+        if not records.is_stream:
+            return rows_of(records, text.format)
+        is_shuffled = data.shuffle and not to_evaluate
+        return TextStream(records, text.format, seed=settings.train.seed if is_shuffled else None)
 
 
-def batches_of(
-    settings: Settings, world: World, *, resumed: int | None
-) -> Decision[dict[str, Any]]:
-    """Return the options of the loader; ``kept`` is the global batch size of the resumed run.
+def batches_of(settings: Settings, world: World, *, resumed: int | None) -> dict[str, Any]:
+    """Return the options of the loader; ``resumed`` is the global batch size of the resumed run.
 
-    The global batch size stays the same on any number of ranks; if that required a change, the
-    reason says so.
+    The global batch size stays the same on any number of ranks.
     """
     wanted = settings.train
     micro = wanted.micro_batch_size
     if wanted.global_batch_size is None and micro is None:
         micro = _USUAL_MICRO_BATCH_SIZE
-    whole, reason = wanted.global_batch_size, ""
+    whole = wanted.global_batch_size
     if resumed is not None and whole not in (None, resumed):
         raise Impossible(
             f"train.global_batch_size is {whole}, but the run was started with {resumed}",
@@ -170,30 +154,28 @@ def batches_of(
         at_once = (micro or 0) * world.world_size
         whole = resumed
         if at_once != resumed:
-            reason = (
+            rank_zero_log(
+                world,
                 f"the global batch size stays {resumed}, as in the resumed run; "
-                f"the ranks compute at most {at_once} samples at once"
+                f"the ranks compute at most {at_once} samples at once",
             )
-    return Decision(
-        value={
-            "global_batch_size": whole,
-            "micro_batch_size": micro,
-            "seed": wanted.seed,
-            "shuffle": settings.data.shuffle,
-            "workers": settings.data.workers,
-        },
-        reason=reason,
-    )
+    return {
+        "global_batch_size": whole,
+        "micro_batch_size": micro,
+        "seed": wanted.seed,
+        "shuffle": settings.data.shuffle,
+        "workers": settings.data.workers,
+    }
 
 
-def describe_mixed_gpus(gpus: Sequence[tuple[str, int]]) -> str:
-    """Return a note on the GPU with the least memory if the ranks' GPUs differ, else "".
+def describe_mixed_gpus(gpus: Sequence[tuple[str, int]]) -> str | None:
+    """Return a note on the GPU with the least memory if the ranks' GPUs differ.
 
     ``gpus`` has the name and the memory in bytes of each rank's GPU.
     """
-    if len(set(gpus)) <= 1:
-        return ""
     name, memory_bytes = min(gpus, key=lambda gpu: gpu[1])
+    if all(gpu == (name, memory_bytes) for gpu in gpus):
+        return None
     return (
         f"the ranks have different GPUs, and all use the same micro-batch size: it must fit the {name} "
         f"with {format_bytes(memory_bytes)}"
@@ -202,7 +184,7 @@ def describe_mixed_gpus(gpus: Sequence[tuple[str, int]]) -> str:
 
 def evaluation_of(
     settings: Settings,
-    text: TextFormat | None,
+    text: TextData | None,
     recipe: ModelRecipe,
     batches: dict[str, Any],
     loss: Loss,

@@ -12,9 +12,7 @@ from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
-from torchmuster.train.data.formats import Tokenizer
-from torchmuster.train.data.text import TextFormat
-from torchmuster.train.data.tokenizers import TransformersTokenizer
+from torchmuster.train.data.tokenizers import Tokenizer, TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
 from torchmuster.train.models.factory import ModelRecipe, check_tokens, lost_updates
@@ -27,20 +25,19 @@ from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import replaced_folder
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import format_bytes
+from torchmuster.worker.data import TextData
 from torchmuster.worker.reporting import rank_zero_log
 
 _WORTH_A_LINE_BYTES = 2 * 10**9
 _OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
-def recipe_of(settings: Settings, world: World) -> ModelRecipe:
+def recipe_of(settings: Settings) -> ModelRecipe:
     """Return how to create the model; download it if needed."""
-    wanted = settings.model
+    wanted, images = settings.model, settings.data.images
     files = None
     if wanted.model_name_or_path is not None:
-        with rank_zero_first(world, per="node"):  # one rank downloads it for its host
-            files = hugging_face.find_model(wanted.model_name_or_path)
-    images = settings.data.images
+        files = hugging_face.find_model(wanted.model_name_or_path)
     labels = None if images is None else image_classes(images)
     return ModelRecipe(
         files=files,
@@ -55,7 +52,7 @@ def recipe_of(settings: Settings, world: World) -> ModelRecipe:
 def model_of(
     settings: Settings,
     recipe: ModelRecipe,
-    text: TextFormat | None,
+    text: TextData | None,
     number_type: Precision,
     world: World,
 ) -> tuple[nn.Module, Decision[Strategy]]:
@@ -73,8 +70,8 @@ def model_of(
     if text is not None:
         check_tokens(
             getattr(sketched, "config", None),
-            vocabulary=text.tokenizer.vocabulary,
-            sequence_length=text.sequence_length,
+            vocabulary=text.format.tokenizer.vocabulary,
+            sequence_length=text.format.sequence_length,
         )
     sharding = _sharding(settings)
     packed = lora.weights_for_4_bits(sketched) if recipe.load_in_4bit else ()

@@ -35,7 +35,7 @@ def measure(
     expected = ""
     with join_world("cpu" if device == "cpu" else "auto") as world:
         samples = samples_of(typed, text_of(typed, world, None), None, world)
-        batches = batches_of(typed, world, resumed=None).value
+        batches = batches_of(typed, world, resumed=None)
         for count in workers:
             seed_process(0)  # a data set without workers draws from this generator
             loader = loader_for(samples, world, **{**batches, "workers": count})

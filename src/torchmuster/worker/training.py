@@ -25,7 +25,6 @@ from torchmuster.train import losses, optimizers, precision
 from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSettings
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
-from torchmuster.train.data.text import TextFormat
 from torchmuster.train.models import factory, lora
 from torchmuster.train.models.factory import ModelRecipe, with_weights_of
 from torchmuster.train.out_of_memory import oom_report
@@ -38,6 +37,7 @@ from torchmuster.train.weights import WeightsNotWritten, compare_hashes, save_we
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import parse_seconds, plural
 from torchmuster.worker.data import (
+    TextData,
     batches_of,
     describe_mixed_gpus,
     evaluation_of,
@@ -62,7 +62,7 @@ class Training:
 
     trainer: Trainer
     recipe: ModelRecipe
-    text: TextFormat | None  # None: the data is not text
+    text: TextData | None  # None: the data is not text
     stop: StopRequest | None  # None: nothing is saved, so there is nothing to stop for
 
 
@@ -75,7 +75,7 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     training = build_trainer(settings, world, folder)
     trainer, text = training.trainer, training.text
     run = RunFolder(folder)
-    tokenizer = None if text is None else text.tokenizer
+    tokenizer = None if text is None else text.format.tokenizer
     write_model_files(run.model, training.recipe, tokenizer, trainer.model, world)
     place = run.checkpoints / "final"
     with start_sinks(settings, world, folder):
@@ -102,7 +102,8 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
 def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
     """Build the trainer that the settings describe; all ranks call it. Nothing is trained yet."""
     with oom_report(world):
-        recipe = recipe_of(settings, world)
+        with rank_zero_first(world, per="node"):  # one rank downloads the model for its host
+            recipe = recipe_of(settings)
         text = text_of(settings, world, recipe)
         seed_everything(settings.train.seed, world)
         stop, saving = None, None
@@ -112,11 +113,11 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
         batches = batches_of(
             settings, world, resumed=None if saving is None else _resumed_batch_size(saving, world)
         )
-        for line in (batches.reason, _mixed_gpus(world)):
-            if line:
-                rank_zero_log(world, line)
+        mixed_gpus = _mixed_gpus(world)
+        if mixed_gpus is not None:
+            rank_zero_log(world, mixed_gpus)
         samples = samples_of(settings, text, recipe, world)
-        loader = loader_for(samples, world, **batches.value)
+        loader = loader_for(samples, world, **batches)
         computed = precision.choose_precision(
             settings.train.precision, precision.precision_support(world)
         )
@@ -140,7 +141,7 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
             precision=computed,
             clip_norm=settings.train.clip_norm,
             schedule=_schedule(settings, loader),
-            evaluation=evaluation_of(settings, text, recipe, batches.value, loss, world),
+            evaluation=evaluation_of(settings, text, recipe, batches, loss, world),
             checkpoints=saving,
             reports=Reports(world, folder=folder, log_every=settings.train.log_every),
             seed=settings.train.seed,
@@ -150,10 +151,10 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
     return Training(trainer=trainer, recipe=recipe, text=text, stop=stop)
 
 
-def _mixed_gpus(world: World) -> str:
-    """Return a note on the smallest GPU if the ranks' GPUs differ, else ""; all ranks call it."""
+def _mixed_gpus(world: World) -> str | None:
+    """Return a note on the smallest GPU if the ranks' GPUs differ; all ranks call it."""
     if world.device.type != "cuda":
-        return ""
+        return None
     gpu = torch.cuda.get_device_properties(world.device)
     gpus = all_gather_object([gpu.name, gpu.total_memory], world)
     return describe_mixed_gpus([(name, memory_bytes) for name, memory_bytes in gpus])
@@ -197,7 +198,7 @@ def _resumed_batch_size(saving: CheckpointSettings, world: World) -> int | None:
     return resumed
 
 
-def _training_loss(settings: Settings, recipe: ModelRecipe, text: TextFormat | None) -> losses.Loss:
+def _training_loss(settings: Settings, recipe: ModelRecipe, text: TextData | None) -> losses.Loss:
     name = settings.model.loss or recipe.usual_loss
     if text is not None and name in ("masked_language_model", "classification"):
         raise Impossible(

@@ -1,6 +1,7 @@
 """Chats and completions as tokens and labels, and the rows that are prepared from them."""
 
 import csv
+import gzip
 import itertools
 import json
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import tiny_models
+from torchmuster.config.settings import Data, Settings
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens, pieces_of
 from torchmuster.train.data.text import (
@@ -21,9 +23,11 @@ from torchmuster.train.data.text import (
     TextStream,
     open_files,
     rows_of,
+    sample_of,
 )
 from torchmuster.train.data.tokenizers import TransformersTokenizer
 from torchmuster.train.losses import IGNORED
+from torchmuster.worker.data import open_text
 
 pytestmark = [
     pytest.mark.engine,
@@ -195,11 +199,13 @@ def test_what_is_left_out_or_truncated_is_counted(
         {"messages": chat("foxes", "dogs " * 90)},
     ]
     place = write_jsonl(tmp_path / "a.jsonl", records)
-    facts = prepared(text_format(tokenizer), place).facts
-    assert (facts.records, facts.left_out, facts.truncated) == (4, 2, 1)
-    full = len(tokens_of(records[3], tokenizer, kind="chat").ids)
-    assert facts.lost_tokens == full - 64
-    assert facts.trained_tokens < facts.tokens <= facts.row_tokens == 64 * facts.rows
+    first, *more = prepared(text_format(tokenizer), place).describe(4)
+    assert first.startswith("4 records: ")
+    assert "; 2 rows, " in first
+    assert more == [
+        "1 of them are longer than data.sequence_length and were truncated",
+        "2 records left out: none of their tokens counts in the loss",
+    ]
 
 
 def test_unusable_records_are_named_with_file_and_line(
@@ -218,26 +224,19 @@ def test_unusable_records_are_named_with_file_and_line(
 
 def test_a_csv_file_has_text_only(tokenizer: TransformersTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,completion\nNA,007\nnull,1.50\n")
-    facts = prepared(text_format(tokenizer, "prompt_completion"), str(tmp_path / "a.csv")).facts
-    assert "".join(text for text, _ in facts.sample) == "NA007<|im_end|>"
-    assert facts.records == 2
+    text = text_format(tokenizer, "prompt_completion")
+    sample = sample_of(open_files(str(tmp_path / "a.csv"), text.record), text)
+    assert "".join(text for text, _ in sample) == "NA007<|im_end|>"
 
 
-def test_prepared_data_is_used_again_until_it_changes(
+def test_rows_have_another_identity_if_the_data_change(
     tokenizer: TransformersTokenizer, tmp_path: Path
 ) -> None:
-    def identity(**more: Any) -> str:
-        return prepared(text_format(tokenizer, **more), place).identity()
-
     place = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}] * 4)
-    first = identity()
-    (file,) = (tmp_path / "cache" / "torchmuster").glob("*.arrow")
-    made = file.stat().st_ino
-    assert identity() == first
-    assert file.stat().st_ino == made
-    assert identity(pack=False) != first
+    first = prepared(text_format(tokenizer), place).identity()
+    assert prepared(text_format(tokenizer), place).identity() == first
     write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "c")}] * 4)
-    assert identity() != first
+    assert prepared(text_format(tokenizer), place).identity() != first
 
 
 def test_streams_of_chats_have_the_same_samples(
@@ -262,3 +261,41 @@ def test_streams_of_chats_have_the_same_samples(
 
     assert len(samples(rows)) == 59
     assert samples(rows) == samples(whole[index] for index in range(len(whole)))
+
+
+def test_data_without_records_is_refused(tokenizer: TransformersTokenizer, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    nothing = Records(dataset=datasets.Dataset.from_dict({"messages": []}), name="nothing")
+    with pytest.raises(Impossible, match="nothing to train on"):
+        rows_of(nothing, text_format(tokenizer))
+
+
+def test_an_unreadable_compressed_file_is_reported_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise ValueError("Missing a name for object member")
+
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", refuse)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "a"}\n{broken\n')
+    with pytest.raises(Impossible) as refused:
+        open_files(str(tmp_path / "a.jsonl.gz"), RecordFormat())
+    assert refused.value.why == "Missing a name for object member"
+
+
+def test_the_options_of_csv_files_are_the_users(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text;number\n007;007\n")
+    options = {"sep": ";", "converters": {"number": str}}
+    records = open_files(str(tmp_path / "a.csv"), RecordFormat(), options=options)
+    assert records.dataset[0] == {"text": "007", "number": "007"}
+
+
+def test_evaluation_files_are_read_with_the_same_options(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text;number\na;1\n")
+    place = str(tmp_path / "a.csv")
+    data = Data(files=place, evaluation=place, tokenizer="bytes", options={"sep": ";"})
+    text = open_text(Settings(data=data))
+    assert text is not None
+    assert text.evaluation is not None
+    assert text.evaluation.dataset.column_names == ["text", "number"]

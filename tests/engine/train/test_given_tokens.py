@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import MusterError
-from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokenizer, Tokens
+from torchmuster.train.data.formats import RecordFormat, RecordTokenizer, Tokens
 from torchmuster.train.data.rows import Row, lay_out, row_of
 from torchmuster.train.data.text import Records, TextFormat, TextRows, TextStream, open_files
 from torchmuster.train.data.text import rows_of as prepared_rows
-from torchmuster.train.data.tokenizers import ByteTokenizer, TransformersTokenizer
+from torchmuster.train.data.tokenizers import ByteTokenizer, Tokenizer, TransformersTokenizer
 from torchmuster.train.losses import language_model
 
 pytestmark = [
@@ -157,8 +156,6 @@ def of_files(records: list[Any], folder: Path) -> TextRows:
 def of_dataset(records: list[Any], how: str = "") -> TextRows | TextStream:
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list(records)
-    if how in ("torch", "numpy"):
-        dataset = dataset.with_format(how)
     if how == "iterable":
         dataset = dataset.to_iterable_dataset(num_shards=2)
         return TextStream(Records(dataset=dataset, name="records"), TEXT)
@@ -167,14 +164,8 @@ def of_dataset(records: list[Any], how: str = "") -> TextRows | TextStream:
 
 @pytest.mark.parametrize(
     "opened",
-    [
-        of_files,
-        lambda records, folder: of_dataset(records),
-        lambda records, folder: of_dataset(records, "iterable"),
-        lambda records, folder: of_dataset(records, "numpy"),
-        lambda records, folder: of_dataset(records, "torch"),
-    ],
-    ids=["files", "dataset", "iterable dataset", "numpy", "torch"],
+    [of_files, lambda records, folder: of_dataset(records, "iterable")],
+    ids=["files", "iterable dataset"],
 )
 def test_wherever_records_come_from(
     opened: Callable[[list[Any], Path], Any], tmp_path: Path
@@ -193,26 +184,10 @@ def test_wherever_records_come_from(
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
 
-@pytest.mark.parametrize(
-    ("record", "field"),
-    [
-        ({"messages": CHAT}, "messages"),
-        ({"messages": CHAT}, "text"),
-        ({"text": CHAT}, "text"),
-        ({"input_ids": CHAT}, "text"),
-    ],
-    ids=["the field", "another field", "the default field", "as input_ids"],
-)
-def test_chat_messages_are_refused_before_anything_is_built(
-    record: Any, field: str, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
-    text = TextFormat(
-        tokenizer=ByteTokenizer(), sequence_length=8, record=RecordFormat(text_field=field)
-    )
-    with pytest.raises(MusterError) as refused:
-        prepared_rows(open_files(f"{tmp_path}/chat.jsonl", text.record), text)
-    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
+@pytest.mark.parametrize("record", [{"messages": CHAT}, {"input_ids": CHAT}])
+def test_chat_messages_are_refused_before_anything_is_built(record: Any, tmp_path: Path) -> None:
+    with pytest.raises(MusterError, match="holds chat messages"):
+        of_files([record], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -221,21 +196,17 @@ def test_chat_messages_are_refused_before_anything_is_built(
         {"input_ids": [1, 2, 3], "labels": [1, 2]},
         {"input_ids": [1, 2, 3], "attention_mask": [1, 1]},
         {"input_ids": [1.5, 2]},
-        {"input_ids": ["a", "b"]},
         {"input_ids": [[1, 2], [3]]},
         {"input_ids": [1, -2]},
         {"input_ids": 7},
         {"input_ids": "two words"},
-        {"input_ids": [1, 2], "labels": ["a", "b"]},
         {"input_ids": [1, 2], "labels": 1},
         {"input_ids": [1, 2], "labels": [1, -1]},
         {"text": ["two", "words"]},
     ],
     ids=repr,
 )
-def test_what_is_not_token_ids_is_refused(
-    record: Any, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_what_is_not_token_ids_is_refused(record: Any, tmp_path: Path) -> None:
     with pytest.raises(MusterError) as refused:
         of_files([record], tmp_path)
-    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
+    assert f"{tmp_path}/data.jsonl:1: a record's field " in str(refused.value)

@@ -161,7 +161,7 @@ def test_a_tokenizer_of_transformers_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of_it))
     tokenizer = TransformersTokenizer(str(tmp_path))
     assert (tokenizer.end, tokenizer.vocabulary) == (0, 4)
-    samples = ["two words", {"text": "words words"}, {"input_ids": [3, 2]}]
+    samples = [{"text": "two words"}, {"text": "words words"}, {"input_ids": [3, 2]}]
     documents = RecordTokenizer(RecordFormat(), tokenizer).documents(samples)
     found = [list(document.ids) for document in documents if isinstance(document, Tokens)]
     assert found == [[2, 3, 0], [3, 3, 0], [3, 2]]

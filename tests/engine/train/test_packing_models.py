@@ -14,7 +14,7 @@ from torchmuster.train.data.text import TextFormat
 from torchmuster.train.data.tokenizers import ByteTokenizer
 from torchmuster.train.models.hugging_face import find_model, mixed_documents_of
 from torchmuster.train.models.packing import mixed_documents
-from torchmuster.worker.data import with_proven_packing
+from torchmuster.worker.data import unpacked
 
 pytestmark = [
     pytest.mark.engine,
@@ -90,8 +90,6 @@ def test_a_model_of_ones_own(by_document: bool) -> None:
 def test_packing_is_turned_off_or_refused() -> None:
     text = TextFormat(tokenizer=ByteTokenizer(), sequence_length=8)
 
-    off, reason = with_proven_packing(text, Settings(), lambda: "it mixes them")
-    assert (off.pack, reason) == (False, "data.pack is off: it mixes them")
-    assert with_proven_packing(text, Settings(), lambda: None) == (text, "")
+    assert not unpacked(text, Settings(), "it mixes them").pack
     with pytest.raises(Impossible, match=r"data\.pack is true"):
-        with_proven_packing(text, Settings(data=Data(pack=True)), lambda: "it mixes them")
+        unpacked(text, Settings(data=Data(pack=True)), "it mixes them")

@@ -46,16 +46,14 @@ def together(ranks: list[Batches]) -> list[list[Any]]:
     batch=st.integers(1, 3),
     micro=st.integers(1, 3),
     stop=st.integers(0, 12),
-    shuffle=st.booleans(),
 )
 def test_each_sample_once_and_the_rest_after_a_resume(
-    size: int, ranks: int, batch: int, micro: int, stop: int, shuffle: bool
+    size: int, ranks: int, batch: int, micro: int, stop: int
 ) -> None:
     samples = range(max(size, ranks))
     options: Any = {
         "global_batch_size": batch * ranks,
         "micro_batch_size": micro,
-        "shuffle": shuffle,
     }
 
     def whole(world: World) -> Batches:
@@ -112,13 +110,12 @@ def test_a_dataset_with_a_state_is_not_read_from_the_beginning() -> None:
     second = loader(dataset, made_up_world())
     second.restore(first.state())
     assert samples_of(second.epoch(0))[0] == [list(range(72, 80))]
-    assert dataset.begins == [64]
+    assert dataset.begins == [72]
 
 
 @pytest.mark.integrations
 @pytest.mark.usefixtures("quiet_transformers")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_hugging_face_streams_are_divided_among_the_ranks(workers: int) -> None:
+def test_hugging_face_streams_are_divided_among_the_ranks() -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"n": number} for number in range(150)])
 
@@ -127,9 +124,7 @@ def test_hugging_face_streams_are_divided_among_the_ranks(workers: int) -> None:
 
     def read(world: World, state: Any = None, stop: int = 99) -> tuple[Batches, Any]:
         stream = rows.to_iterable_dataset(num_shards=3).map(lambda row: {"n": row["n"]})
-        reading = StreamLoader(
-            stream, world, global_batch_size=6, collate=numbers, workers=workers if state else 0
-        )
+        reading = StreamLoader(stream, world, global_batch_size=6, collate=numbers)
         if state is not None:
             reading.restore(state)
         steps = samples_of(itertools.islice(reading.epoch(0), stop))

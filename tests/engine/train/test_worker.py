@@ -43,7 +43,7 @@ def test_final_weights_are_written_again_only_where_there_was_no_room(
 
 def test_mixed_gpus_are_named_by_the_one_with_the_least_memory() -> None:
     gib = 1024**3
-    assert describe_mixed_gpus([("L4", 24 * gib), ("L4", 24 * gib)]) == ""
+    assert describe_mixed_gpus([("L4", 24 * gib), ("L4", 24 * gib)]) is None
     note = describe_mixed_gpus([("H100", 80 * gib), ("T4", 16 * gib), ("H100", 80 * gib)])
-    assert "all use the same micro-batch size" in note
+    assert note is not None
     assert note.endswith("it must fit the T4 with 16.0 GiB")

@@ -40,7 +40,7 @@ def told(folder: Path, text: str) -> list[str]:
         "model: {model_name_or_path: owner/name}\ndata: {files: 's3://bucket/*.jsonl'}",
         "model: {build: 'mine_of_here:make', loss: cross_entropy}\n"
         "data: {dataset: 'package_of_here.inner.data:make', evaluation: 'json.decoder:make'}",
-        "data: {files: llama}",
+        "data: {files: package_of_here/inner}",
     ],
 )
 def test_what_is_here_or_cannot_be_told_from_here(text: str, folder: Path) -> None:

@@ -8,7 +8,7 @@ import tiny_models
 from torchmuster.config.here import check_here
 from torchmuster.config.image_folder import image_classes
 from torchmuster.config.resolve import resolve_settings
-from torchmuster.errors import ConfigError, Impossible
+from torchmuster.errors import ConfigError
 
 pytestmark = pytest.mark.integrations
 
@@ -25,18 +25,11 @@ def test_classes_are_the_subfolders_in_alphabetical_order(folder: Path) -> None:
     assert image_classes("pics") == ("cats", "dogs", "eels")
 
 
-def test_evaluation_may_lack_classes_but_has_no_others(folder: Path) -> None:
-    tiny_models.make_images(folder.parent / "held", ["eels"])
-    assert image_classes("held", known=("cats", "dogs", "eels")) == ("eels",)
-    with pytest.raises(Impossible, match="'eels'"):
-        image_classes("held", known=("cats", "dogs"))
-
-
-def test_a_class_without_images_is_named_before_ranks_start(folder: Path) -> None:
-    (folder / "fish").mkdir()
-    Path("c.yaml").write_text("data: {images: pics}\n")
+def test_a_folder_without_classes_is_named_before_ranks_start(folder: Path) -> None:
+    (folder / "cats" / "inner.txt").write_text("")
+    Path("c.yaml").write_text("data: {images: pics, evaluation: pics/cats}\n")
     with pytest.raises(ConfigError) as error:
         check_here(resolve_settings(file=Path("c.yaml")))
     (mistake,) = error.value.mistakes
-    assert "pics/fish" in mistake.what
+    assert "pics/cats" in mistake.what
     assert mistake.where.startswith("c.yaml:1")

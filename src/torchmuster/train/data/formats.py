@@ -6,11 +6,16 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+
+import msgspec
 
 from torchmuster.decision import Decision
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import Impossible, MusterError, first_line
 from torchmuster.train.losses import IGNORED
+
+if TYPE_CHECKING:
+    from torchmuster.train.data.tokenizers import Tokenizer
 
 Kind: TypeAlias = Literal["text", "chat", "prompt_completion", "tokens"]
 # Each sample of these kinds is kept whole: it is truncated, and never continues in another row.
@@ -29,28 +34,6 @@ class Tokens(NamedTuple):
     labels: Sequence[int] | None = None  # None: every token is a target
 
 
-class Tokenizer(Protocol):
-    """Turns texts into ids."""
-
-    @property
-    def end(self) -> int:
-        """The id of the end token."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """The size of the vocabulary."""
-        ...
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, without an end token."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordFormat:
     """What a record holds, and in which fields."""
@@ -61,13 +44,10 @@ class RecordFormat:
     prompt_field: str = "prompt"
     completion_field: str = "completion"
 
-    def recognize(self, record: Any, named: Collection[str] = ()) -> Decision[Kind]:
+    def recognize(self, record: Mapping[str, Any], named: Collection[str] = ()) -> Decision[Kind]:
         """Return the kind that a record has by its fields; fields that the user ``named`` decide first."""
         if "text" in named:
             return Decision(value="text", reason=f"data.columns names {self.text_field}")
-        if not isinstance(record, Mapping):
-            kind: Kind = "text" if isinstance(record, str) else "tokens"
-            return Decision(value=kind, reason=f"the first record is a {type(record).__name__}")
         if record.get("input_ids") is not None:
             return Decision(value="tokens", reason="the first record has input_ids")
         for field in (self.messages_field, _CONVERSATIONS):
@@ -82,12 +62,12 @@ class RecordFormat:
 class RecordTokenizer:
     """Converts records to documents, in the process that reads them."""
 
-    def __init__(self, how: RecordFormat, tokenizer: Tokenizer) -> None:
+    def __init__(self, how: RecordFormat, tokenizer: "Tokenizer") -> None:
         self.how = how
         self._tokenizer = tokenizer
         self._chat = _ChatTemplate(tokenizer) if how.kind == "chat" else None
 
-    def documents(self, records: Sequence[Any]) -> list[Tokens | MusterError]:
+    def documents(self, records: Sequence[Mapping[str, Any]]) -> list[Tokens | MusterError]:
         """Return the document of each record, or its error; many are fastest together.
 
         An empty text gives an empty document.
@@ -113,21 +93,21 @@ class RecordTokenizer:
                 documents[place] = Tokens([*ids, self._tokenizer.end])
         return documents
 
-    def _content(self, record: Any) -> Tokens | str:
+    def _content(self, record: Mapping[str, Any]) -> Tokens | str:
         if self._chat is not None:
             return self._conversation(record, self._chat)
         if self.how.kind == "prompt_completion":
             return self._completion(record)
         return self._text_or_tokens(record)
 
-    def _conversation(self, record: Any, template: "_ChatTemplate") -> Tokens:
+    def _conversation(self, record: Mapping[str, Any], template: "_ChatTemplate") -> Tokens:
         field = self.how.messages_field
-        if isinstance(record, Mapping) and field not in record and _CONVERSATIONS in record:
+        if field not in record and _CONVERSATIONS in record:
             field = _CONVERSATIONS
         messages = _messages(_field(record, field), field)
         return template.tokens(messages, _tools(record))
 
-    def _completion(self, record: Any) -> Tokens:
+    def _completion(self, record: Mapping[str, Any]) -> Tokens:
         prompt = _field(record, self.how.prompt_field)
         completion = _field(record, self.how.completion_field)
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -146,25 +126,21 @@ class RecordTokenizer:
         template = _ChatTemplate(self._tokenizer)
         return template.completion(before, after, _tools(record))
 
-    def _text_or_tokens(self, sample: Any) -> str | Tokens:
+    def _text_or_tokens(self, record: Mapping[str, Any]) -> str | Tokens:
         name = self.how.text_field
-        record = sample if isinstance(sample, Mapping) else {name: sample}
-        if record.get("input_ids") is not None:
-            return _tokens(record, "input_ids")
-        found = record.get(name)
-        if isinstance(found, str):
-            return found
-        for field, value in record.items():
-            _refuse_messages(field, value)
-        if isinstance(found, list | tuple) or hasattr(found, "tolist"):
-            return _tokens(record, name)
-        if record is not sample:
-            raise MusterError(
-                f"a record is of type {type(sample).__name__}",
-                why="a record is a string, or an object with fields",
-                fix='write each record as an object: {"text": "…"}',
-            )
-        return cast(str, _field(record, name, kind="a string"))
+        field = name if record.get("input_ids") is None else "input_ids"
+        value = record.get(field)
+        if isinstance(value, str) and field == name:
+            return value
+        for other, content in record.items():
+            if _is_chat(content):
+                raise MusterError(
+                    f"the field {other} holds chat messages, but the first record is text or tokens",
+                    fix=f"name the field of the messages: data.columns: {{messages: {other}}}",
+                )
+        if field == name and not isinstance(value, list | tuple) and not hasattr(value, "tolist"):
+            return cast(str, _field(record, name, str))
+        return _tokens(record, field)
 
 
 class _ChatTemplate:
@@ -262,7 +238,7 @@ def truncated(document: Tokens, length: int) -> Tokens:
     return Tokens(ids, labels)
 
 
-def pieces_of(document: Tokens, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+def pieces_of(document: Tokens, tokenizer: "Tokenizer") -> list[tuple[str, bool]]:
     """Return a document as texts, each with whether its tokens count in the loss."""
     labels = document.ids if document.labels is None else document.labels
     counted = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
@@ -309,14 +285,14 @@ def _refuse_other_beginning(whole: str, begin: str, messages: int) -> None:
 def _template_error(error: Exception) -> MusterError:
     return MusterError(
         "the chat template rejects a conversation",
-        why=(str(error).splitlines() or [type(error).__name__])[0],
+        why=first_line(error),
         fix="change the messages as the template requires; many want user and assistant in turn",
     )
 
 
-def _tools(record: Any) -> Any:
+def _tools(record: Mapping[str, Any]) -> Any:
     """Return the tools that a record lists for the template; some datasets store them as JSON."""
-    tools = record.get("tools") if isinstance(record, Mapping) else None
+    tools = record.get("tools")
     if not isinstance(tools, str) or not tools:
         return tools or None
     try:
@@ -332,26 +308,25 @@ def _is_chat(value: Any) -> bool:
 
 def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     """Return messages with role and content, checked."""
-    if not isinstance(value, list | tuple) or not value:
-        kind = "an empty list" if value in ([], ()) else type(value).__name__
-        raise _no_messages(field, f"it is {kind}")
-    found = []
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping):
-            raise _no_messages(field, f"message {number} is a {type(message).__name__}")
+    try:
+        found = msgspec.convert(value, list[dict[str, Any]])
+    except msgspec.ValidationError as error:
+        raise _no_messages(field, str(error)) from None
+    if not found:
+        raise _no_messages(field, "the list is empty")
+    messages = []
+    for number, message in enumerate(found, start=1):
         if "role" not in message and "from" in message:
             role = _ROLES.get(message["from"], message["from"])
             message = {"role": role, "content": message.get("value")}
         # A table has all fields in all rows; templates test which ones a message has.
-        message = {
-            name: item for name, item in message.items() if item is not None or name == "content"
-        }
-        if not isinstance(message.get("role"), str):
-            raise _no_messages(field, f"message {number} has no role")
-        if message.get("content") is None and "tool_calls" not in message:
-            raise _no_messages(field, f"message {number} ({message['role']}) has no content")
-        found.append(message)
-    return found
+        present = {name: item for name, item in message.items() if item is not None}
+        if "tool_calls" in present:
+            present.setdefault("content", None)
+        if not isinstance(present.get("role"), str) or "content" not in present:
+            raise _no_messages(field, f"message {number} lacks its role or its content")
+        messages.append(present)
+    return messages
 
 
 def _no_messages(field: str, why: str) -> MusterError:
@@ -363,26 +338,14 @@ def _no_messages(field: str, why: str) -> MusterError:
     )
 
 
-def _refuse_messages(field: str, value: Any) -> None:
-    if _is_chat(value):
-        raise MusterError(
-            f"the field {field} holds chat messages, but the first record is text or tokens",
-            fix=f"name the field of the messages: data.columns: {{messages: {field}}}",
-        )
-
-
-def _field(record: Any, name: str, kind: str = "") -> Any:
-    """Return a field's value; it must not be missing or null."""
-    if not isinstance(record, Mapping):
-        raise MusterError(
-            f"a record is of type {type(record).__name__}", why="it must be an object with fields"
-        )
+def _field(record: Mapping[str, Any], name: str, kind: type = object) -> Any:
+    """Return a field's value; it must be of a kind, and not be missing or null."""
     value = record.get(name)
-    if value is None or kind:
+    if value is None or not isinstance(value, kind):
+        filled = [field for field, content in record.items() if content is not None]
         problem = "is missing or null"  # a data set gives all records the same fields
         if value is not None:
-            problem = f"is of type {type(value).__name__}, not {kind}"
-        filled = [str(field) for field, content in record.items() if content is not None]
+            problem = f"is of type {type(value).__name__}, not a string"
         raise MusterError(
             f"the field {name} {problem}",
             why=f"the record has {', '.join(filled) or 'no other fields'}",
@@ -393,7 +356,6 @@ def _field(record: Any, name: str, kind: str = "") -> Any:
 
 def _tokens(record: Mapping[Any, Any], field: str) -> Tokens:
     """Return the ids that a record has in a field, without padding, and its labels."""
-    _refuse_messages(field, record[field])
     ids = _integers(record, field)
     labels = _integers(record, "labels") if record.get("labels") is not None else None
     if labels is not None and len(labels) != len(ids):

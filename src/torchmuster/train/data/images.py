@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from torchmuster.errors import Impossible
+from torchmuster.errors import Impossible, first_line
 from torchmuster.train.data.text import import_datasets
-
-INSTALL = "pip install 'torchmuster[images]'"
 
 
 class ImageFolder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -29,14 +27,16 @@ class ImageFolder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 drop_labels=False,
                 drop_metadata=True,
             )
+            names = rows.features["label"].names
+            self._labels = [list(classes).index(name) for name in names]
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise Impossible(
-                f"{folder} has no images",
-                why=(str(error).splitlines() or [type(error).__name__])[0],
-                fix="put the images of each class into a subfolder of its own",
+                f"{folder} has no images, or classes that the training data do not have",
+                why=f"{first_line(error)}; the classes are {', '.join(classes[:10])}",
+                fix="put the images of each class into a subfolder with its name",
             ) from error
-        self._labels = [list(classes).index(name) for name in rows.features["label"].names]
         self._rows = rows.cast_column("image", datasets.Image(decode=False))
+        self._image = datasets.Image(mode="RGB")
         self._processor = processor
 
     def __len__(self) -> int:
@@ -44,25 +44,13 @@ class ImageFolder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self._rows[index]
-        image = _read_image(row["image"]["path"])
+        try:
+            image = self._image.decode_example(row["image"])
+        except (OSError, SyntaxError, ValueError, ImportError) as error:
+            raise Impossible(
+                f"cannot read the image {row['image']['path']}",
+                why=f"{type(error).__name__}: {error}",
+                fix="remove or replace this file; Pillow is needed: pip install 'torchmuster[images]'",
+            ) from error
         pixels = self._processor(images=image, return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels[0], "labels": torch.tensor(self._labels[row["label"]])}
-
-
-def _read_image(path: str) -> Any:
-    """Return an image as Pillow's, in RGB."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise Impossible(
-            "images need Pillow, which is not installed", why=str(error), fix=INSTALL
-        ) from error
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise Impossible(
-            f"{path} is not an image that Pillow can read",
-            why=f"{type(error).__name__}: {error}",
-            fix="remove or replace this file",
-        ) from error

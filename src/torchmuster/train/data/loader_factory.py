@@ -10,18 +10,26 @@ from torchmuster.train.data.step import Loader
 from torchmuster.train.world import World
 
 
-def loader_for(samples: Any, world: World, **options: Any) -> Loader:
-    """Return the loader for these samples; ``options`` are those that both loaders have."""
+def loader_for(
+    samples: Any,
+    world: World,
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    **options: Any,
+) -> Loader:
+    """Return the loader for these samples; ``options`` are further ones of :class:`BatchLoader`."""
     if isinstance(samples, DataLoader):
         raise Impossible(
             "the data is a DataLoader, but a dataset is needed",
             why="Muster decides which rank reads which samples, and in which order",
             fix="return the dataset of the DataLoader; batch sizes and workers are settings",
         )
-    options["collate"] = getattr(samples, "collate", None)
+    sizes: Any = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+    collate = getattr(samples, "collate", None)
     has_index = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
     if has_index and not isinstance(samples, IterableDataset):
-        return BatchLoader(samples, world, **options)
+        return BatchLoader(samples, world, collate=collate, **sizes, **options)
     if not hasattr(samples, "__iter__"):
         raise Impossible(
             f"the data is {type(samples).__name__}, which is not a dataset",
@@ -30,4 +38,4 @@ def loader_for(samples: Any, world: World, **options: Any) -> Loader:
         )
     from torchmuster.train.data.stream import StreamLoader
 
-    return StreamLoader(samples, world, **options)
+    return StreamLoader(samples, world, **sizes)

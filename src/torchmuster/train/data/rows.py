@@ -89,28 +89,20 @@ def _joined(parts: Iterable[Tokens]) -> Layout:
 
 
 def best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Return which documents share a row: best fit, longest first."""
+    """Return which documents share a row: longest first, each into the fullest row with enough space."""
     rows: list[list[int]] = []
-    rows_by_space: dict[int, list[int]] = {}
-    spaces: list[int] = []  # the keys of rows_by_space, sorted
+    spaces: list[tuple[int, int]] = []  # the space left in a row, and the row's number; sorted
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         need = lengths[document]
-        position = bisect_left(spaces, need)
+        position = bisect_left(spaces, (need, 0))
         if position == len(spaces):
             space, row = length, len(rows)
             rows.append([])
         else:
-            space = spaces[position]
-            row = rows_by_space[space].pop()
-            if not rows_by_space[space]:
-                del rows_by_space[space], spaces[position]
+            space, row = spaces.pop(position)
         rows[row].append(document)
-        rest = space - need
-        if rest:
-            if rest not in rows_by_space:
-                rows_by_space[rest] = []
-                insort(spaces, rest)
-            rows_by_space[rest].append(row)
+        if space > need:
+            insort(spaces, (space - need, row))
     return sorted(sorted(row) for row in rows)
 
 

@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from torchmuster.errors import Impossible
-from torchmuster.train.data.formats import Tokenizer
 from torchmuster.train.models.hugging_face import load_tokenizer, save_tokenizer
 
 
@@ -64,6 +64,9 @@ class TransformersTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens."""
         return str(self.raw.decode(list(ids)))
+
+
+Tokenizer: TypeAlias = ByteTokenizer | TransformersTokenizer
 
 
 def tokenizer_named(name_or_path: str) -> Tokenizer:
