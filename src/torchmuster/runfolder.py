@@ -20,6 +20,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -55,6 +56,13 @@ class RunFolder:
     def id(self) -> str:
         """The run's id: the folder's name."""
         return self.path.name
+
+    @property
+    def reference(self) -> str:
+        """How a pasted command finds the run: by its id if it is in ``runs`` here, else by its folder."""
+        if self.path.resolve().parent == DEFAULT_ROOT.resolve():
+            return self.id
+        return shlex.quote(str(self.path))
 
     @property
     def marker(self) -> Path:

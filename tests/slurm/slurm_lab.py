@@ -353,3 +353,35 @@ def _ip(*words: str) -> str:
 def _plain_environment() -> Mapping[str, str]:
     """What a daemon of the system would have: nothing of the test's own."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmittedJob:
+    """A job of the cluster that this process uses, and what it printed."""
+
+    number: str
+    log: Path
+
+    @property
+    def state(self) -> str:
+        """What squeue says: ``RUNNING None node[1-2]``."""
+        words = ["--noheader", "--states=all", f"--jobs={self.number}", "--format=%T %r %N"]
+        return subprocess.run(["squeue", *words], capture_output=True, text=True).stdout.strip()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def await_output(self, text: str) -> None:
+        """Wait until the job has printed a text."""
+        await_until(lambda: text in self.output, f"{text!r} in {self.output!r}")
+
+    def await_state(self, *states: str) -> str:
+        """Wait until squeue's words begin with one of these."""
+        await_until(lambda: self.state.startswith(states), f"{states}, not {self.state}")
+        return self.state
+
+    def await_end(self) -> str:
+        """Wait until the job is over, and return its state."""
+        return self.await_state("COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL", "PREEMPTED")

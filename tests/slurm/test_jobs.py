@@ -1,19 +1,17 @@
-"""Job scripts on a real cluster: submitted, followed, warned, cancelled, preempted, requeued."""
+"""Job scripts on a real cluster: submitted, warned, cancelled, preempted, requeued."""
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm.slurm_lab import SlurmLab
+from slurm.slurm_lab import SlurmLab, SubmittedJob
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers.slurm import jobs
-from torchmuster.launch.schedulers.slurm.jobs import JobState, follow_job, job_state
 from torchmuster.launch.schedulers.slurm.submit import cancel_job, log_of, render_script, submit_job
 
 FAKE = (
@@ -21,18 +19,12 @@ FAKE = (
     *(sys.executable, str(Path(__file__).with_name("fake_muster.py"))),
 )
 
-Submit = Callable[..., str]
-Events = Iterator[JobState | str]
-
-
-@pytest.fixture(autouse=True)
-def ask_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_ASK_EVERY_S", 0.1)
+Submit = Callable[..., SubmittedJob]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Submit:
-    """``start("wait", "5", nodes=2)`` renders and submits, and returns the job's number.
+    """``start("wait", "5", nodes=2)`` renders and submits a job.
 
     What waits ends earlier once there is a file ``enough`` in its folder. ``sbatch`` are more arguments.
     """
@@ -43,82 +35,45 @@ def start(tmp_path: Path) -> Submit:
         folder: Path = tmp_path,
         nodes: int = 1,
         sbatch: tuple[str, ...] = (),
-    ) -> str:
+    ) -> SubmittedJob:
         folder.mkdir(exist_ok=True)
         spec = JobSpec(name=name, command=("train.py",), folder=str(folder))
         command = [*FAKE, *words]
         script = render_script(
             spec, command, Path("runs"), nodes=nodes, no_kill=False, sbatch_arguments=sbatch
         )
-        return submit_job(script, run_root=folder / "runs")
+        number = submit_job(script, run_root=folder / "runs")
+        return SubmittedJob(number=number, log=log_of(number, folder / "runs"))
 
     return start
 
 
-def follow(job: str, folder: Path) -> Events:
-    return follow_job(job, log_of(job, folder / "runs"))
-
-
-def printed(log: Path) -> list[dict[str, Any]]:
+def printed(job: SubmittedJob) -> list[dict[str, Any]]:
     """What the fake muster printed, in order."""
-    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
 
 
-def until(events: Events, text: str) -> list[JobState | str]:
-    """The events up to the one with a text."""
-    seen = []
-    for event in events:
-        seen.append(event)
-        if text in (event.text if isinstance(event, JobState) else event):
-            return seen
-    raise AssertionError(f"the job ended first: {seen}")
-
-
-def states(events: list[JobState | str]) -> list[str]:
-    return [event.text for event in events if isinstance(event, JobState)]
-
-
-def test_a_job_is_followed_from_the_queue_to_its_end(
+def test_a_job_runs_its_command_on_its_nodes(
     cluster: SlurmLab, start: Submit, tmp_path: Path
 ) -> None:
     words = ["wait", "300", "it's", 'a "b" \\c', "$HOME `id` ; # x", "line\nbreak", "ü", "*", ""]
     name = 'it\'s "mine" \\ # $(id)'
     job = start(*words, name=name, nodes=3, sbatch=("--gpus-per-node=2", "--time=10"))
-    assert f"JobName={name}\n" in cluster.run("scontrol", "show", "job", job)
-    events = follow(job, tmp_path)
-    seen = until(events, "RUNNING None node[1-3]")
+    assert f"JobName={name}\n" in cluster.run("scontrol", "show", "job", job.number)
+    job.await_state("RUNNING None node[1-3]")
     (tmp_path / "enough").touch()
-    seen += events
-    log = log_of(job, tmp_path / "runs")
-    assert "".join(event for event in seen if isinstance(event, str)) == log.read_text()
-    assert printed(log)[0] == {"words": words, "folder": str(tmp_path), "restart": None}
-    assert printed(log)[-1] == {"task": "waited"}
-    assert states(seen)[-1] == "COMPLETED None node[1-3]"
+    assert job.await_end() == "COMPLETED None node[1-3]"
+    assert printed(job)[0] == {"words": words, "folder": str(tmp_path), "restart": None}
+    assert printed(job)[-1] == {"task": "waited"}
 
 
-def test_cancelling_ends_the_program_politely(
-    cluster: SlurmLab, start: Submit, tmp_path: Path
-) -> None:
+def test_cancelling_ends_the_program_politely(cluster: SlurmLab, start: Submit) -> None:
     job = start("wait", "60", nodes=2)
-    events = follow(job, tmp_path)
-    until(events, "restart")
-    cancel_job(job)
-    assert states(list(events))[-1].startswith("CANCELLED")
-    assert {"signal": "SIGTERM"} in printed(log_of(job, tmp_path / "runs"))
-    cancel_job(job)  # once more does no harm
-
-
-def test_why_a_job_waits_is_in_slurm_s_words(
-    cluster: SlurmLab, start: Submit, tmp_path: Path
-) -> None:
-    job = start("exit", "0", nodes=9)
-    events = follow(job, tmp_path)
-    until(events, "PENDING PartitionNodeLimit")
-    assert isinstance(events, Iterator)
-    events.close()  # type: ignore[attr-defined]  # as a loop does that Ctrl-C breaks
-    state = job_state(job)
-    assert state is not None
-    assert not state.ended
+    job.await_output("restart")
+    cancel_job(job.number)
+    assert job.await_end().startswith("CANCELLED")
+    job.await_output('{"signal": "SIGTERM"}')
+    cancel_job(job.number)  # once more does no harm
 
 
 def test_what_slurm_refuses_has_its_words(cluster: SlurmLab, start: Submit) -> None:
@@ -133,18 +88,16 @@ def test_a_higher_partition_takes_the_nodes_and_gives_them_back(
 ) -> None:
     sbatch = ("--gpus-per-node=4", "--partition=main", "--signal=B:USR1@30")
     job = start("wait", "300", nodes=3, sbatch=sbatch)
-    events = follow(job, tmp_path)
-    until(events, "restart")
+    job.await_output("restart")
     folder = tmp_path / "higher"
     start("wait", "300", nodes=2, sbatch=("--gpus-per-node=4", "--partition=hi"), folder=folder)
-    until(events, "PENDING")
+    job.await_state("PENDING")
     (folder / "enough").touch()
-    until(events, '"restart": "1"')
-    log = log_of(job, tmp_path / "runs")
-    signals = [line["signal"] for line in printed(log) if "signal" in line]
+    job.await_output('"restart": "1"')
+    signals = [line["signal"] for line in printed(job) if "signal" in line]
     assert signals == ["SIGUSR1", "SIGTERM"]  # the warning first, with time to save
     # Once in a hundred times Slurm calls a preemption a requeue.
-    assert re.search("DUE TO (PREEMPTION|JOB REQUEUE)", log.read_text())
+    assert re.search("DUE TO (PREEMPTION|JOB REQUEUE)", job.output)
 
 
 @pytest.mark.nightly
@@ -156,16 +109,15 @@ def test_a_node_that_fails(
     if not requeue:
         sbatch.append("--no-requeue")
     job = start("wait", "100", nodes=3, sbatch=tuple(sbatch))
-    events = follow(job, tmp_path)
-    until(events, "restart")
+    job.await_output("restart")
     own_cluster.end_machine("node2")
     if requeue:
-        until(events, "PENDING")
+        job.await_state("PENDING")
         own_cluster.start_machine("node2")
-        until(events, '"restart": "1"')
+        job.await_output('"restart": "1"')
     else:
-        assert states(list(events))[-1].startswith("NODE_FAIL")
-    assert "DUE TO NODE FAILURE" in log_of(job, tmp_path / "runs").read_text()
+        assert job.await_end().startswith("NODE_FAIL")
+    assert "DUE TO NODE FAILURE" in job.output
 
 
 @pytest.mark.nightly
@@ -175,6 +127,6 @@ def test_a_job_inherits_the_shell_but_not_the_allocation_around_it(
     monkeypatch.setenv("MY_SETTING", "a b")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     job = start("variables", "MY_SETTING", "SLURM_GPUS_PER_TASK")
-    assert states(list(follow(job, tmp_path)))[-1].startswith("COMPLETED")
-    variables = printed(log_of(job, tmp_path / "runs"))[1]["variables"]
+    assert job.await_end().startswith("COMPLETED")
+    variables = printed(job)[1]["variables"]
     assert variables == {"MY_SETTING": "a b", "SLURM_GPUS_PER_TASK": None}

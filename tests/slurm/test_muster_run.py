@@ -3,9 +3,6 @@
 import json
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,7 +10,7 @@ import pytest
 
 from muster_command import muster_argv
 from patience import GIVE_UP_S
-from slurm.slurm_lab import SlurmLab, await_until
+from slurm.slurm_lab import SlurmLab, SubmittedJob, await_until
 from torchmuster.launch.node import process_cleanup
 
 SMOKE = (str(Path(__file__).resolve().parents[2] / "examples" / "train_torchrun.py"),)
@@ -40,35 +37,12 @@ def living_ranks(folder: Path) -> list[psutil.Process]:
     return [process for job in jobs for process in process_cleanup.processes_of(job["token"])]
 
 
-@contextmanager
-def following(*words: str, cwd: Path) -> Iterator[tuple[str, list[str]]]:
-    """A job that is followed: its number, and the lines so far."""
-    process = subprocess.Popen(
-        muster_argv(["run", "--slurm", *words]),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        await_until(lambda: bool(lines), "the job's number")
-        yield re.findall(r"\d+", lines[0])[0], lines
-        assert process.wait(GIVE_UP_S) is not None
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stdout.close()
+def submitted(*words: str, cwd: Path) -> SubmittedJob:
+    """Submit a job with ``muster run --slurm``."""
+    code, said = run("--slurm", *words, cwd=cwd)
+    assert code == 0, said
+    number = re.findall(r"\d+", said)[0]
+    return SubmittedJob(number=number, log=cwd / "runs" / f"slurm-{number}.log")
 
 
 def smoke_lines(nodes: int) -> set[str]:
@@ -84,12 +58,11 @@ def smoke_lines(nodes: int) -> set[str]:
     }
 
 
-def test_a_job_on_three_nodes_is_submitted_and_followed(cluster: SlurmLab, tmp_path: Path) -> None:
-    code, said = run("--slurm", "--nodes", "3", *CPU, *SMOKE, cwd=tmp_path)
-    assert code == 0, said
-    assert smoke_lines(3) <= set(said.splitlines())
-    assert "3 ranks started" in said
-    assert "RUNNING None node[1-3]" in said
+def test_a_job_on_three_nodes_is_submitted(cluster: SlurmLab, tmp_path: Path) -> None:
+    job = submitted("--nodes", "3", *CPU, *SMOKE, cwd=tmp_path)
+    assert job.await_end() == "COMPLETED None node[1-3]", job.output
+    assert smoke_lines(3) <= set(job.output.splitlines())
+    assert "3 ranks started" in job.output
 
 
 @pytest.mark.nightly
@@ -109,10 +82,10 @@ def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path:
     (tmp_path / "train.py").write_text(
         "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
     )
-    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
-        await_until(lambda: any("running" in line for line in lines), "the ranks' first line")
-        cluster.run("scancel", job)
-    assert any(": CANCELLED" in line for line in lines), lines
+    job = submitted("--nodes", "2", *CPU, "train.py", cwd=tmp_path)
+    job.await_output("running")
+    cluster.run("scancel", job.number)
+    assert job.await_end().startswith("CANCELLED")
     await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
@@ -123,12 +96,12 @@ def test_stop_cancels_the_job_from_a_machine_that_sees_the_folder(
     (tmp_path / "train.py").write_text(
         "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
     )
-    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
-        await_until(lambda: any("running" in line for line in lines), "the ranks' first line")
-        stop = muster_argv(["stop", "last"])
-        done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S)
-        assert f" job {job}" in done.stderr
-        assert done.returncode == 0
+    job = submitted("--nodes", "2", *CPU, "train.py", cwd=tmp_path)
+    job.await_output("running")
+    stop = muster_argv(["stop", "last"])
+    done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S)
+    assert f" job {job.number}" in done.stderr
+    assert done.returncode == 0
     await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
@@ -136,10 +109,10 @@ def test_a_failing_rank_fails_the_job_with_its_cause(cluster: SlurmLab, tmp_path
     (tmp_path / "train.py").write_text(
         "import os, time\nassert os.environ['RANK'] != '1', 'no data here'\ntime.sleep(600)\n"
     )
-    code, said = run("--slurm", "--nodes", "2", *CPU, "train.py", cwd=tmp_path)
-    assert code == 1
-    assert "failure  rank 1 on node2 " in said
-    assert "AssertionError: no data here" in said
+    job = submitted("--nodes", "2", *CPU, "train.py", cwd=tmp_path)
+    assert job.await_end().startswith("FAILED")
+    job.await_output("failure  rank 1 on node2 ")
+    assert "AssertionError: no data here" in job.output
     assert not living_ranks(tmp_path)
 
 
@@ -157,17 +130,14 @@ time.sleep(600)
 @pytest.mark.nightly
 def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WARNED)
-    with following("--nodes", "2", *CPU, "train.py", cwd=tmp_path) as (job, lines):
-        await_until(
-            lambda: (
-                any("[all 2 ranks] running" in line for line in lines)
-                or sum("running" in line for line in lines if line.startswith("[rank")) == 2
-            ),
-            "both ranks' first line",
-        )
-        cluster.run("scancel", "--batch", "--signal=USR1", job)
-        await_until(lambda: any(f"job {job}: COMPLETED" in line for line in lines), "the job's end")
-    warned = [line for line in lines if line.endswith("warned")]
+    job = submitted("--nodes", "2", *CPU, "train.py", cwd=tmp_path)
+    await_until(
+        lambda: "[all 2 ranks] running" in job.output or job.output.count("] running") == 2,
+        "both ranks' first line",
+    )
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.await_state("COMPLETED")
+    warned = [line for line in job.output.splitlines() if line.endswith("warned")]
     assert warned in (
         ["[all 2 ranks] warned"],
         ["[rank 0] warned", "[rank 1] warned"],

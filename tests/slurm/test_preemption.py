@@ -74,7 +74,7 @@ def test_what_slurm_interrupts_goes_on_bitwise_as_if_it_had_not(
         folder.mkdir()
         (folder / "config.yaml").write_text(CONFIG)
         (folder / "own.py").write_text(OWN)
-    submit = ("--slurm", "--detach", "--nodes", "2", "--device", "cpu", "--ranks", "1")
+    submit = ("--slurm", "--nodes", "2", "--device", "cpu", "--ranks", "1")
     job = _train(job_folder, *submit).stdout.split()[0]
 
     await_until(lambda: len(_steps(job_folder)) > 10, "some steps")

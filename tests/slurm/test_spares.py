@@ -10,7 +10,7 @@ import pytest
 
 from hosts.spare_training import WHERE, events, log_of
 from slurm.slurm_lab import SlurmLab, await_until
-from slurm.test_muster_run import CPU, following, living_ranks
+from slurm.test_muster_run import CPU, living_ranks, submitted
 from torchmuster.launch.history.run_state import TAKEOVER
 
 pytestmark = pytest.mark.nightly
@@ -28,17 +28,18 @@ def kill_node(cluster: SlurmLab, machine: str) -> float:
 def test_a_node_of_the_job_is_a_spare_and_takes_over(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WHERE)
     options = ("--nodes", "2", "--spares", "1", *CPU, "where.py")
-    with following(*options, cwd=tmp_path) as (job, lines):
+    job = submitted(*options, cwd=tmp_path)
 
-        def on(number: int, rank: int, node: str) -> bool:
-            with suppress(ValueError):
-                return f"round {number}: rank {rank} on {node}" in log_of(tmp_path, rank)
-            return False
+    def on(number: int, rank: int, node: str) -> bool:
+        with suppress(ValueError):
+            return f"round {number}: rank {rank} on {node}" in log_of(tmp_path, rank)
+        return False
 
-        await_until(lambda: on(0, 0, "node1") and on(0, 1, "node2"), f"job {job} trains")
-        kill_node(cluster, "node2")
-        await_until(lambda: on(1, 0, "node1") and on(1, 1, "node3"), "the spare took over")
-        (tmp_path / "end").touch()
+    await_until(lambda: on(0, 0, "node1") and on(0, 1, "node2"), f"job {job.number} trains")
+    kill_node(cluster, "node2")
+    await_until(lambda: on(1, 0, "node1") and on(1, 1, "node3"), "the spare took over")
+    (tmp_path / "end").touch()
+    job.await_end()
     (taken,) = events(tmp_path, TAKEOVER)
-    assert (taken["host"], taken["spare"]) == ("node2", "node3"), lines
+    assert (taken["host"], taken["spare"]) == ("node2", "node3"), job.output
     await_until(lambda: not living_ranks(tmp_path), "no rank is left")

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from torchmuster.cli import jobs, output, slurm_run
 from torchmuster.cli.launch_options import JoinOptions
 from torchmuster.cli.launching import job_and_transport
-from torchmuster.cli.options import command, flag
+from torchmuster.cli.options import JsonOptions, command, flag
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.setting_options import settings_of
 from torchmuster.errors import ExitCode
-from torchmuster.launch.job import JobSpec
-from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder, create_run_folder
 from torchmuster.units import format_seconds
 
@@ -28,7 +26,7 @@ GRACE_S = 2.0  # the ranks of a check have nothing to save
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(JoinOptions):
+class CheckOptions(JoinOptions, JsonOptions):
     """The flags of ``muster check``."""
 
     quick: bool = flag("check hosts and connections, start no ranks", default=False)
@@ -57,49 +55,32 @@ def run(options: CheckOptions) -> int:
         name="check",
         command_line=options.command_line,
     )
-    if options.slurm:
-        return slurm_run.submit_and_follow(options, spec)
+    if slurm_run.submits(options):
+        return slurm_run.submit(options, spec)
     on_cpu = spec.device == "cpu" or not jobs.sees_gpus()
     spec, transport = job_and_transport(options, spec, resolved)
     if len(transport.places) < 2 and spec.ranks is None and on_cpu:
         # One rank has no other rank to communicate with.
         spec = dataclasses.replace(spec, ranks=RANKS_ON_A_CPU)
-    return examine(
-        spec,
-        transport,
-        create_run_folder(options.runs, spec.name),
-        quick=options.quick,
-        as_json=options.json,
-    )
-
-
-def examine(
-    spec: JobSpec,
-    transport: Transport,
-    run: RunFolder,
-    *,
-    quick: bool,
-    as_json: bool = False,
-) -> int:
-    """Check the hosts of a job, print the result, and return its exit code."""
     from torchmuster.diagnose.group import GroupCheck
     from torchmuster.launch.launcher.launch import run_task
 
+    run = create_run_folder(options.runs, spec.name)
     # Blocked connections are tried again, so each try can be shorter than in a run.
     spec = dataclasses.replace(
         spec, limits=dataclasses.replace(spec.limits, reach_s=REACH_S, grace_s=GRACE_S)
     )
     console = jobs.console_for(run)
-    check = GroupCheck(spec, transport, console, run, quick=quick)
+    check = GroupCheck(spec, transport, console, run, quick=options.quick)
     code = run_task(check, console)
     result = check.result
     if result is not None:
         shown = code in (ExitCode.GOOD, ExitCode.FAILED)
-        _tell_check(result, run, as_json=as_json, shown=shown)
+        _print_result(result, run, as_json=options.json, shown=shown)
     return code
 
 
-def _tell_check(result: "GroupResult", run: RunFolder, *, as_json: bool, shown: bool) -> None:
+def _print_result(result: "GroupResult", run: RunFolder, *, as_json: bool, shown: bool) -> None:
     """Write the report and print the result, unless the launcher has already printed the error."""
     from torchmuster.diagnose import report
     from torchmuster.diagnose.result import failing_hosts, headline

@@ -18,7 +18,7 @@ from torchmuster.errors import Impossible
 from torchmuster.launch.job import Device, JobSpec, Limits, NodeCounts, parse_hosts
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import parse_seconds
+from torchmuster.units import parse_seconds, plural
 
 if TYPE_CHECKING:
     from torchmuster.launch.launcher.console import TerminalConsole
@@ -30,8 +30,8 @@ USUAL_JOIN_S = 120.0
 PATIENT_JOIN_S = 1800.0
 # Heartbeats are sent every 2 s; fewer than two missing ones are not significant.
 SHORTEST_SILENCE_S = 5.0
-# Settings of launch -> fields of Limits.
-_LIMITS = {"join_timeout": "join_s", "grace": "grace_s", "end_hangs_after": "end_hangs_s"}
+# Values of model.device_map
+DEVICE_MAPS: dict[str, Device] = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 # Variables that configure libraries are forwarded; all others stay on their host.
 LIBRARY_VARIABLES = (
     "NCCL_",
@@ -68,6 +68,7 @@ def job_from(
     settings = resolved.settings
     ids = settings.distributed.gpu_ids
     restarts = settings.launch.max_restarts
+    device, ranks = device_and_ranks(options, resolved)
     typed: tuple[str, ...] = (command_line[0],)
     if options.config is not None:
         typed = (command_line[0], "--config", str(options.config))
@@ -79,8 +80,8 @@ def job_from(
         typed=typed,
         flags=command_line[1:],
         folder=str(Path.cwd()),
-        device=device_of(options, resolved),
-        ranks=_ranks(options, resolved),
+        device=device,
+        ranks=ranks,
         gpu_ids=None if ids is None else tuple(map(str, ids)),
         share=options.share,
         wait_s=options.wait,
@@ -96,21 +97,33 @@ def job_from(
 
 
 def limits_of(resolved: Resolved, time_limit_s: float | None = None) -> Limits:
-    """Return the time limits that the settings give."""
+    """Return the time limits that the settings give, in seconds."""
     launch = resolved.settings.launch
-    lost_after_s = seconds(launch.lost_after)
-    if lost_after_s < SHORTEST_SILENCE_S:
+    limits = Limits(
+        lost_after_s=seconds(launch.lost_after),
+        join_s=USUAL_JOIN_S if launch.join_timeout is None else seconds(launch.join_timeout),
+        end_hangs_s=None if launch.end_hangs_after is None else seconds(launch.end_hangs_after),
+        time_s=time_limit_s,
+    )
+    if limits.lost_after_s < SHORTEST_SILENCE_S:
         raise Impossible(
             f"launch.lost_after {launch.lost_after} is too short",
             why=f"hosts send a heartbeat every 2 s; the minimum is {SHORTEST_SILENCE_S:.0f}s",
             fix="--set launch.lost_after=10s",
         )
-    limits = Limits(lost_after_s=lost_after_s, join_s=USUAL_JOIN_S, time_s=time_limit_s)
-    for name, limit in _LIMITS.items():
-        value = getattr(launch, name)
-        if value is not None:
-            limits = dataclasses.replace(limits, **{limit: seconds(value)})
-    return limits
+    if launch.grace is None:
+        return limits
+    return dataclasses.replace(limits, grace_s=seconds(launch.grace))
+
+
+def seconds(value: float | str) -> float:
+    """Return the seconds of a setting that is a duration; "never" is infinity."""
+    if value == "never":
+        return math.inf
+    try:
+        return parse_seconds(str(value))
+    except ValueError as error:
+        raise Impossible(str(error), fix="--set launch.grace=60s") from None
 
 
 def patient(spec: JobSpec, resolved: Resolved) -> JobSpec:
@@ -118,16 +131,6 @@ def patient(spec: JobSpec, resolved: Resolved) -> JobSpec:
     if resolved.settings.launch.join_timeout is not None:
         return spec
     return dataclasses.replace(spec, limits=dataclasses.replace(spec.limits, join_s=PATIENT_JOIN_S))
-
-
-def seconds(value: float | str) -> float:
-    """Return the seconds of a setting that is a duration."""
-    if value == "never":
-        return math.inf
-    try:
-        return parse_seconds(str(value))
-    except ValueError as error:
-        raise Impossible(str(error), fix="--set launch.grace=60s") from None
 
 
 def job_name(given: str | None, resolved: Resolved, usual: str) -> str:
@@ -140,44 +143,29 @@ def job_name(given: str | None, resolved: Resolved, usual: str) -> str:
 
 
 def with_host_counts(spec: JobSpec, nodes: NodeCounts | None, hosts: int) -> JobSpec:
-    """Return the job for this number of known hosts, after checking ``--nodes`` and the spares."""
-    if spec.spares and hosts <= spec.spares:
-        known = "only this host is known" if hosts < 2 else f"there are {hosts} hosts"
-        raise Impossible(
-            f"--spares {spec.spares}, but {known}",
-            why="spares are the last hosts of --hosts or of the Slurm job; at least one other host must run ranks",
-            fix=f"list {spec.spares + 1} or more hosts: --hosts a,b,…, or use fewer spares",
-        )
-    if nodes is not None and hosts < 2:
-        command = spec.typed[0]
-        join = f", or muster {command} --join --nodes {nodes} …" if command != "train" else ""
-        raise Impossible(
-            f"--nodes {nodes}, but only this host is known",
-            why="Muster starts the ranks of all hosts with one command: over ssh, in a Slurm job, or "
-            "on hosts that join",
-            fix=f"muster {command} --slurm --nodes {nodes} …, or muster {command} --hosts a,b …{join}",
-        )
-    if nodes is not None:
-        spec = _for_counts(spec, nodes, hosts)
-    if spec.spares:
-        return dataclasses.replace(spec, max_restarts=spec.max_restarts or USUAL_RESTARTS)
-    return spec
+    """Return the job for this number of hosts, after checking that ``--nodes`` and the spares fit it.
 
-
-def _for_counts(spec: JobSpec, nodes: NodeCounts, hosts: int) -> JobSpec:
+    The last hosts are the spares. A job with spares, or that may continue with fewer hosts, needs restarts.
+    """
     with_ranks = hosts - spec.spares
-    if nodes.most != with_ranks:
-        spares = f", {spec.spares} of them spares" if spec.spares else ""
+    if with_ranks < 1 or (nodes is not None and nodes.most != with_ranks):
+        wanted = spec.spares + (1 if nodes is None else nodes.most)
+        fix = f"name {wanted} hosts: --hosts a,b,…, or as a Slurm job: --slurm --nodes N"
+        if spec.typed[0] != "train":
+            fix += ", or hosts that join: --join --nodes N"
+        if nodes is not None and with_ranks > 1:
+            fix = f"--nodes {min(nodes.least, with_ranks)}:{with_ranks}, or {fix}"
         raise Impossible(
-            f"--nodes {nodes}, but there are {hosts} hosts{spares}",
-            why="the maximum is the number of hosts in --hosts or in the Slurm job, without the spares",
-            fix=f"--nodes {min(nodes.least, with_ranks)}:{with_ranks}",
+            f"{plural(wanted, 'host')} wanted, {hosts} known",
+            why="Muster starts the ranks of all hosts with one command; --nodes counts those that run ranks, "
+            "--spares those that wait",
+            fix=fix,
         )
-    if nodes.least == nodes.most:
+    least = None if nodes is None or nodes.least == nodes.most else nodes.least
+    if not spec.spares and least is None:
         return spec
-    # A job that may continue with fewer hosts needs restarts.
     restarts = spec.max_restarts or USUAL_RESTARTS
-    return dataclasses.replace(spec, min_nodes=nodes.least, max_restarts=restarts)
+    return dataclasses.replace(spec, min_nodes=least or spec.min_nodes, max_restarts=restarts)
 
 
 def transport_for(spec: JobSpec, python: str) -> Transport:
@@ -203,35 +191,44 @@ def console_for(run: RunFolder) -> "TerminalConsole":
     )
 
 
-def device_of(options: DeviceOptions, resolved: Resolved) -> Device:
-    """Return the device type; a number of GPUs or GPU ids imply GPUs."""
+def device_and_ranks(options: DeviceOptions, resolved: Resolved) -> tuple[Device, int | None]:
+    """Return the device type, and the processes per host (None: one for each GPU).
+
+    A flag overrides a setting: ``--device cpu`` trains on the CPU whatever a file says about GPUs. A number of
+    GPUs or GPU ids imply GPUs.
+    """
     distributed = resolved.settings.distributed
-    if options.device != "cpu":
-        return "gpu" if distributed.num_gpus or distributed.gpu_ids else options.device
+    device: Device = options.device
+    weakest = Strength.FLAG
+    source = "--device"
+    if device == "auto":
+        device = DEVICE_MAPS[resolved.settings.model.device_map]
+        weakest = Strength.DEFAULT
+        source = f"model.device_map ({resolved.sources['model.device_map'].where})"
+    requested = []
     for name in ("num_gpus", "gpu_ids"):
-        source = resolved.sources[f"distributed.{name}"]
-        if source.strength is Strength.FLAG:
+        origin = resolved.sources[f"distributed.{name}"]
+        if getattr(distributed, name) and origin.strength >= weakest:
+            requested.append(origin.where)
+    if device == "cpu":
+        if requested:
             raise Impossible(
-                "--device cpu uses no GPUs, but GPUs were requested",
-                why=f"requested by {source.where}",
+                "the CPU and GPUs were both requested",
+                why=f"the CPU by {source}, GPUs by {requested[0]}",
                 fix="leave out one of the two; set the number of CPU processes with --ranks 2",
             )
-    return "cpu"
-
-
-def _ranks(options: DeviceOptions, resolved: Resolved) -> int | None:
-    """Return the number of processes on each host; with GPUs, one for each."""
-    gpus = resolved.settings.distributed.num_gpus
-    if options.ranks is None:
-        return None if options.device == "cpu" else gpus
-    if options.device != "cpu" and gpus is not None and gpus != options.ranks:
-        source = resolved.sources["distributed.num_gpus"].where
+        return "cpu", options.ranks
+    gpus = distributed.num_gpus
+    if options.ranks is not None and gpus is not None and gpus != options.ranks:
+        where = resolved.sources["distributed.num_gpus"].where
         raise Impossible(
-            f"--ranks {options.ranks} and {gpus} GPUs ({source}) contradict each other",
+            f"--ranks {options.ranks} and {gpus} GPUs ({where}) contradict each other",
             why="each GPU gets one rank",
             fix="give one of the two",
         )
-    return options.ranks
+    if gpus or distributed.gpu_ids:
+        device = "gpu"
+    return device, options.ranks or gpus
 
 
 def environment_of(options: DeviceOptions) -> dict[str, str]:

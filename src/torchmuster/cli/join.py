@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmuster.cli import output
-from torchmuster.cli.options import argument, command, flag
-from torchmuster.redaction import harmless
-from torchmuster.units import parse_seconds
+from torchmuster.cli.options import argument, command
 
 if TYPE_CHECKING:
     from torchmuster.launch.transports.join.code import JoinCode
 
 CODE_VARIABLE = "TORCHMUSTER_JOIN"
+PATIENCE_S = 120.0  # for a host that cannot be reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +26,6 @@ class JoinCommandOptions:
         f"the code that the host printed (default: ${CODE_VARIABLE}, or standard input); other users of this "
         "machine can see an argument",
         metavar="CODE",
-    )
-    patience: float = flag(
-        "give up if the host cannot be reached for DURATION (default: 2m)",
-        default=120.0,
-        parse=parse_seconds,
-        metavar="DURATION",
     )
 
 
@@ -54,14 +47,14 @@ def run(options: JoinCommandOptions) -> int:
 
     code = decode_code(_read_code(options.code))
     supervisor.continue_supervised()
-    return asyncio.run(_join(code, options.patience))
+    return asyncio.run(_join(code))
 
 
 def _read_code(typed: str | None) -> str:
     # The ranks, which inherit the environment, do not need it.
     from_environment = os.environ.pop(CODE_VARIABLE, "")
     if typed is not None:
-        _say(
+        output.say_event(
             "note: other users of this machine can see the code; without it, muster join asks for it"
         )
         return typed
@@ -72,22 +65,17 @@ def _read_code(typed: str | None) -> str:
     return sys.stdin.readline()
 
 
-async def _join(code: "JoinCode", patience_s: float) -> int:
+async def _join(code: "JoinCode") -> int:
     from torchmuster.launch.node.node_agent import NodeAgent
     from torchmuster.launch.transports.join.client import connect_to_host
 
     folder = Path.cwd()
-    _say(f"joining lets the host run commands as {getpass.getuser()} in {folder}")
-    channel = await connect_to_host(code, on_event=_say, patience_s=patience_s)
-    _say("joined; waiting for the host to start the run; Ctrl-C leaves")
-    agent = NodeAgent(channel, folder=folder, tell=_say)
+    output.say_event(f"joining lets the host run commands as {getpass.getuser()} in {folder}")
+    channel = await connect_to_host(code, on_event=output.say_event, patience_s=PATIENCE_S)
+    output.say_event("joined; waiting for the host to start the run; Ctrl-C leaves")
+    agent = NodeAgent(channel, folder=folder, tell=output.say_event)
     exit_code = await agent.run()
-    _say(agent.words or "the host has stopped the run")
+    output.say_event(agent.words or "the host has stopped the run")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread may still be waiting for GPUs
-
-
-def _say(text: str) -> None:
-    for line in harmless(text).splitlines():
-        output.say(f"muster: {line}")

@@ -6,7 +6,6 @@ from typing import Literal
 
 from torchmuster.cli.options import (
     FOREVER_S,
-    JsonOptions,
     RunsOptions,
     ScriptOptions,
     count,
@@ -81,7 +80,7 @@ class DeviceOptions(SettingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOptions(DeviceOptions, RunsOptions, JsonOptions):
+class HostOptions(DeviceOptions, RunsOptions):
     """The hosts: over ssh or from Slurm."""
 
     # The arguments after muster, up to the script.
@@ -102,7 +101,7 @@ class HostOptions(DeviceOptions, RunsOptions, JsonOptions):
         group="multiple hosts",
     )
     slurm: bool = flag(
-        "submit this command as a Slurm job, and follow the job",
+        "submit this command as a Slurm job",
         default=False,
         group="multiple hosts",
     )
@@ -157,7 +156,6 @@ class RunControl(HostOptions):
     name: str | None = flag("name the run (default: the script's name)", group="run control")
     detach: bool = flag("run in the background", default=False, group="run control")
     dry_run: bool = flag("show what would be started, and exit", default=False, group="run control")
-    json: bool = flag("with --dry-run: print JSON", default=False, group="run control")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +188,4 @@ class TrainOptions(RunControl):
     )
     resume: str | None = flag(
         "resume a run (its id, its folder, or: last) from its newest good checkpoint", metavar="RUN"
-    )
-    check: bool = flag(
-        "check the hosts and their connections first", default=False, group="run control"
     )

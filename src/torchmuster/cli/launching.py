@@ -1,8 +1,9 @@
-"""Launch a job from a command, in the foreground or detached."""
+"""Launch a job from a command: choose the transport to its hosts, create its folder, run it here or detached."""
 
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -19,7 +20,9 @@ from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.transports.channel import Transport
+from torchmuster.redaction import redact_command
 from torchmuster.runfolder import RunFolder, create_run_folder
+from torchmuster.units import plural
 
 if TYPE_CHECKING:
     from torchmuster.launch.schedulers.node_group import NodeGroup
@@ -29,92 +32,27 @@ if TYPE_CHECKING:
 _GROUP = {"TORCHMUSTER_NNODES", "TORCHMUSTER_NODE_RANK"}
 # Of schedulers that limit how long ranks may take to stop (launch/schedulers/time_limits.py)
 _TIME_LIMITS = {"SLURM_JOB_ID", "TORCHMUSTER_TERMINATION_GRACE_S"}
-# How long --detach waits for the run to start.
+# How long --detach waits for the run to start, and how often it says so.
 _STAY_S = 60.0
 _SAY_EVERY_S = 9.0
+_POLL_S = 0.05
 _BEGUN = ("waiting", "running")  # phases
 
 
-def detach(run: RunFolder, work: Callable[[], int]) -> int:
-    """Do the work in a detached process; return when the run has started or failed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Block Ctrl-C during the fork, until the parent can report the detached run.
-    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        _work_alone(run, work)
-    state, has_exited = None, False
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        state, has_exited = _await_start(run, child)
-    except KeyboardInterrupt:  # as printed: Ctrl-C detaches
-        state = run_state.read_state(run)
-    return _report_start(run, state, has_exited=has_exited)
+def take_group(options: RunControl) -> "NodeGroup | None":
+    """Return the group of nodes on each of which a scheduler started this command; None if there is none."""
+    if os.environ.keys().isdisjoint(_GROUP):
+        return None
+    from torchmuster.cli import node_group
 
-
-def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
-    """Do the work in its own session, without a terminal."""
-    code = int(ExitCode.FAILED)
-    try:
-        os.setsid()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no terminal any more
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(nothing, descriptor)
-        os.close(nothing)
-        code = work()
-    except BaseException:
-        with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
-            traceback.print_exc(file=console)  # there is no terminal to show it
-    finally:
-        os._exit(code)
-
-
-def _await_start(run: RunFolder, child: int) -> tuple[run_state.RunState | None, bool]:
-    """Wait until the run has started or is over; return its state, and whether its process has exited."""
-    began = reported_s = time.monotonic()
-    while True:
-        has_exited = os.waitpid(child, os.WNOHANG)[0] != 0
-        state = run_state.read_state(run)
-        has_begun = state is not None and (state.phase in _BEGUN or not state.active)
-        now = time.monotonic()
-        if has_exited or has_begun or now - began > _STAY_S:
-            return state, has_exited
-        if now - reported_s > _SAY_EVERY_S:
-            reported_s = now
-            output.say("muster: not running yet; Ctrl-C detaches")
-        time.sleep(0.05)
-
-
-def _report_start(run: RunFolder, state: run_state.RunState | None, *, has_exited: bool) -> int:
-    is_active = not has_exited if state is None else state.active
-    code = ExitCode.FAILED if state is None or state.exit_code is None else state.exit_code
-    if not is_active and code != ExitCode.GOOD:
-        if run.console.exists():
-            output.say(run.console.read_text(encoding="utf-8", errors="replace").rstrip())
-        else:
-            output.say("muster: the run failed before it started, without a message")
-        return code
-    output.print_text(run.id)
-    if not is_active:
-        output.say(f"muster: already finished; to see its output: muster logs {run.id}")
-        return ExitCode.GOOD
-    phase = state.phase if state and state.phase in _BEGUN else "starting"
-    output.say(f"muster: {phase} in the background")
-    if phase == "waiting":
-        output.say("muster: to see its place in line: muster runs")
-    output.say(f"muster: to follow it: muster logs {run.id} -f")
-    output.say(f"muster: to stop it:   muster stop {run.id}")
-    return ExitCode.GOOD
+    return node_group.take_group(options)
 
 
 def job_and_transport(
     options: HostOptions, spec: JobSpec, resolved: Resolved, group: "NodeGroup | None" = None
 ) -> tuple[JobSpec, Transport]:
-    """Return the job for the hosts that the flags or the scheduler give, and the transport to them."""
-    if options.sbatch is not None:
+    """Return the transport to the hosts that the flags or the scheduler give, and the job for their number."""
+    if options.sbatch is not None and not options.slurm:
         raise Impossible(
             "--sbatch works only with --slurm",
             fix=f"muster {spec.typed[0]} --slurm --sbatch …, or leave --sbatch out",
@@ -126,11 +64,11 @@ def job_and_transport(
     nodes = options.nodes
     transport: Transport | None = None
     if group is not None:
+        from torchmuster.cli import node_group
+
         spec = dataclasses.replace(
             jobs.patient(spec, resolved), hosts_return=True, job_uid=group.job_uid
         )
-        from torchmuster.cli import node_group
-
         transport = node_group.transport_to(group)
     elif isinstance(options, JoinOptions) and options.join:
         nodes = nodes or NodeCounts(least=2, most=2)
@@ -140,12 +78,10 @@ def job_and_transport(
         from torchmuster.cli import slurm_run
 
         transport = slurm_run.transport_inside(spec)
-    hosts = len(spec.hosts) if transport is None else len(transport.places)
-    spec = jobs.with_host_counts(spec, nodes, hosts)
     if transport is None:
         python = resolved.settings.launch.remote_python or sys.executable
         transport = jobs.transport_for(spec, python)
-    return spec, transport
+    return jobs.with_host_counts(spec, nodes, len(transport.places)), transport
 
 
 def transport_to_joined(nodes: NodeCounts, spec: JobSpec, resolved: Resolved) -> Transport:
@@ -173,18 +109,65 @@ def transport_to_joined(nodes: NodeCounts, spec: JobSpec, resolved: Resolved) ->
         local=LocalTransport(socket.gethostname()),
         count=nodes.most + spec.spares - 1,
         ports=[resolved.settings.launch.join_port or 0],
-        on_event=lambda text: output.say(f"muster: {text}"),
+        on_event=output.say_event,
         on_code=show,
     )
 
 
-def take_group(options: RunControl) -> "NodeGroup | None":
-    """Return the group of nodes on each of which a scheduler started this command; None if there is none."""
-    if os.environ.keys().isdisjoint(_GROUP):
-        return None
-    from torchmuster.cli import node_group
+def show_dry_run(spec: JobSpec, transport: Transport) -> int:
+    """Print the ranks and devices of each host, and the ranks' command; nothing is started or claimed.
 
-    return node_group.take_group(options)
+    Other hosts choose their devices when they join.
+    """
+    lines: list[str] = []
+    for place, host in enumerate(spec.hosts):
+        text = _rank_text(spec, host.ranks)
+        if place >= len(spec.hosts) - spec.spares:
+            text = "spare; it takes the place of a host that fails"
+        lines.append(f"{host.name}: {text}")
+    if not lines and len(transport.places) > 1:
+        lines = [f"{len(transport.places)} hosts of this job, on each: {_rank_text(spec)}"]
+    for line in lines or _lines_of_this_host(spec):
+        output.print_text(line)
+    module = ["-m"] if spec.module else []
+    python = [] if spec.program else ["python", *module]
+    command = shlex.join(redact_command([*python, *spec.command]))
+    output.print_text(f"each rank runs, in {spec.folder}:\n  {command}")
+    output.print_text("nothing was started or claimed")
+    return ExitCode.GOOD
+
+
+def _lines_of_this_host(spec: JobSpec) -> list[str]:
+    """Return the devices that this host would claim now, and why these."""
+    from torchmuster.launch import protocol
+    from torchmuster.launch.launcher.session import environment_of
+    from torchmuster.launch.node.device_lease import look_at_devices
+    from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
+
+    lease = look_at_devices(
+        protocol.Prepare(
+            run_id="",
+            token=TOKEN_VARIABLE,
+            command=spec.command,
+            module=spec.module,
+            folder=spec.folder,
+            device=spec.device,
+            ranks=spec.ranks,
+            gpu_ids=spec.gpu_ids,
+            share=spec.share,
+            environment=environment_of(spec),
+            typed=spec.typed,
+        )
+    )
+    first = f"this host: {plural(lease.ranks, 'rank')}"
+    return [first, *(f"  {line}" for line in (*lease.devices, *lease.reasons))]
+
+
+def _rank_text(spec: JobSpec, of_host: int | None = None) -> str:
+    ranks = of_host or spec.ranks
+    if ranks is None and spec.device != "cpu":
+        return "one rank per GPU"
+    return plural(ranks or 1, "rank")
 
 
 def run_folder(options: RunControl, spec: JobSpec, group: "NodeGroup | None" = None) -> RunFolder:
@@ -219,7 +202,10 @@ def launch(
     def work() -> int:
         return with_report(run, lambda: _run_job(options, spec, transport, run))
 
-    return detach(run, work) if options.detach else work()
+    # In the job that muster run --slurm --detach submitted, Slurm waits for this process.
+    if options.detach and not options.slurm:
+        return detach(run, work)
+    return work()
 
 
 def _run_job(options: RunControl, spec: JobSpec, transport: Transport, folder: RunFolder) -> int:
@@ -241,3 +227,70 @@ def _run_job(options: RunControl, spec: JobSpec, transport: Transport, folder: R
             log.write(f"muster: {webhook.problem}\n")
         output.say(f"muster: {webhook.problem}")
     return code
+
+
+def detach(run: RunFolder, work: Callable[[], int]) -> int:
+    """Do the work in a process without a terminal; return when the run has started or failed.
+
+    Ctrl-C while waiting only stops the waiting: the run continues, and the commands to find it are printed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Block Ctrl-C during the fork, until the parent can report the detached run.
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        _work_alone(run, work)
+    has_exited = False
+    began_s = reported_s = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        while not _has_begun(run) and time.monotonic() - began_s < _STAY_S:
+            has_exited = os.waitpid(child, os.WNOHANG)[0] != 0
+            if has_exited:
+                break
+            if time.monotonic() - reported_s > _SAY_EVERY_S:
+                reported_s = time.monotonic()
+                output.say("muster: not running yet; Ctrl-C detaches")
+            time.sleep(_POLL_S)
+    state = run_state.read_state(run)
+    is_over = has_exited if state is None else not state.active
+    code = ExitCode.FAILED if state is None or state.exit_code is None else state.exit_code
+    if is_over and code != ExitCode.GOOD:
+        text = f"muster: the run ended before it wrote anything into {run.path}"
+        with contextlib.suppress(OSError):
+            text = run.console.read_text(encoding="utf-8", errors="replace").rstrip()
+        output.say(text)
+        return code
+    output.print_text(run.id)
+    phase = "starting" if state is None else state.phase
+    if is_over:
+        output.say(f"muster: {phase}; to see its output: muster logs {run.reference}")
+        return ExitCode.GOOD
+    output.say(f"muster: {phase} in the background")
+    output.say(f"muster: to follow it: muster logs {run.reference} -f")
+    output.say(f"muster: to stop it:   muster stop {run.reference}")
+    return ExitCode.GOOD
+
+
+def _has_begun(run: RunFolder) -> bool:
+    state = run_state.read_state(run)
+    return state is not None and (state.phase in _BEGUN or not state.active)
+
+
+def _work_alone(run: RunFolder, work: Callable[[], int]) -> None:
+    """Do the work in its own session, without a terminal."""
+    code = int(ExitCode.FAILED)
+    try:
+        os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no terminal any more
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nothing, descriptor)
+        code = work()
+    except BaseException:
+        with contextlib.suppress(OSError), run.console.open("a", encoding="utf-8") as console:
+            traceback.print_exc(file=console)  # there is no terminal to show it
+    finally:
+        os._exit(code)

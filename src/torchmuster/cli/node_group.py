@@ -12,7 +12,6 @@ from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.transports.channel import Transport
-from torchmuster.redaction import printable, redact_command
 from torchmuster.runfolder import RunFolder, refuse_foreign
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def code_of_member(group: "NodeGroup", options: RunControl) -> int | None:
     """
     code = group.ended(options.runs)
     if code is not None:
-        _say_of_group(f"run {group.run_id} has ended already, with exit code {code}")
+        output.say_event(f"run {group.run_id} has ended already, with exit code {code}")
         return code
     if group.node_rank == 0:
         return None
@@ -55,7 +54,7 @@ def code_of_member(group: "NodeGroup", options: RunControl) -> int | None:
     timeout = settings_of(options).settings.launch.join_timeout
     # Pods may have to wait for nodes.
     patience_s = jobs.PATIENT_JOIN_S if timeout is None else jobs.seconds(timeout)
-    return serve_group(group, options.runs, patience_s=patience_s, say=_say_of_group)
+    return serve_group(group, options.runs, patience_s=patience_s, say=output.say_event)
 
 
 def transport_to(group: "NodeGroup") -> Transport:
@@ -71,48 +70,28 @@ def transport_to(group: "NodeGroup") -> Transport:
         local=local,
         count=group.nodes - 1,
         ports=[group.port],
-        on_event=_say_of_group,
+        on_event=output.say_event,
         key=group.key(),
     )
 
 
 def run_folder(group: "NodeGroup", root: Path, spec: JobSpec) -> RunFolder:
-    """Return the folder of the run; the launcher of this group may have been started before."""
+    """Return the folder of the run, which an earlier launcher of this group may have started."""
     run = group.earlier_run(root)
     before = run_state.read_job(run) if run is not None else None
     if run is None or before is None:
         return group.run_folder(root, spec.name)
     refuse_foreign(run, "resume")
     state = run_state.read_state(run)
-    if state is not None and state.job_uid != group.job_uid:
-        _check_same_run(run, state, before, spec)
-    headline = state.headline if state is not None and not state.active else ""
-    text = f"the launcher on {before.launcher.host} is gone" + (f": {headline}" if headline else "")
-    _say_of_group(f"resuming in {run.path}: {text}")
-    run_state.log_event(run, run_state.RESTART, headline=text)
-    return run
-
-
-def _check_same_run(
-    run: RunFolder, state: run_state.RunState, before: run_state.RunJob, spec: JobSpec
-) -> None:
-    """Refuse to continue the run of another job of the same name, unless it is over and did the same."""
-    if state.active:
+    if state is not None and state.active and state.job_uid != group.job_uid:
         raise NotNow(
-            f"run {run.id} in {run.path.parent} is active in another job",
+            f"run {run.id} in {root} is active in another job",
             why=f"its launcher is on {before.launcher.host}",
             fix="stop that job, or give this one another name: --name NAME",
         )
-    command = redact_command(spec.command)
-    # muster train compares the settings itself; arguments about the run folder are at the end of the command.
-    if not run.config.is_file() and before.command[: len(command)] != command:
-        raise Impossible(
-            f"{run.path} belongs to a job with another command",
-            why=f"it ran {printable(before.shown)}; this job has the same name",
-            fix="give this job another name: --name NAME, or delete that folder",
-        )
-
-
-def _say_of_group(text: str) -> None:
-    for line in text.splitlines():
-        output.say(f"muster: {line}")
+    headline = f"the launcher on {before.launcher.host} is gone"
+    if state is not None and not state.active:
+        headline += f": {state.headline}"
+    output.say_event(f"resuming in {run.path}: {headline}")
+    run_state.log_event(run, run_state.RESTART, headline=headline)
+    return run

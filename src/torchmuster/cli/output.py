@@ -78,6 +78,12 @@ def say(text: str) -> None:
     print(harmless(text), file=sys.stderr, flush=True)
 
 
+def say_event(text: str) -> None:
+    """Print a message of the launcher or a node agent: each line begins with ``muster:``."""
+    for line in text.splitlines():
+        say(f"muster: {line}")
+
+
 def width() -> int:
     """Return the width of a view: that of the terminal, at most 200 columns."""
     return min(shutil.get_terminal_size().columns, 200)

@@ -4,7 +4,13 @@ from pathlib import Path
 
 from torchmuster.cli import jobs
 from torchmuster.cli.launch_options import RunOptions
-from torchmuster.cli.launching import job_and_transport, launch, run_folder, take_group
+from torchmuster.cli.launching import (
+    job_and_transport,
+    launch,
+    run_folder,
+    show_dry_run,
+    take_group,
+)
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import script_of
 from torchmuster.cli.setting_options import settings_of
@@ -56,23 +62,16 @@ def run(options: RunOptions) -> int:
     if options.slurm:
         from torchmuster.cli import slurm_run
 
-        return slurm_run.submit_and_follow(options, spec, options.script)
+        if slurm_run.submits(options):
+            return slurm_run.submit(options, spec, options.script)
     spec, transport = job_and_transport(options, spec, resolved, group)
     if options.dry_run:
-        from torchmuster.cli import dry_run
-
-        return dry_run.show(spec, transport, resolved, as_json=options.json)
+        return show_dry_run(spec, transport)
     folder = run_folder(options, spec, group)
     return launch(options, spec, transport, folder, resolved)
 
 
 def _check(options: RunOptions) -> None:
-    if options.json and not options.dry_run:
-        raise Impossible(
-            "--json works only with --dry-run",
-            why="a run prints the output of its ranks",
-            fix="leave out --json; for the state of runs as JSON: muster runs --json",
-        )
     for name, is_given in (
         ("slurm", options.slurm),
         ("detach", options.detach),

@@ -1,6 +1,7 @@
-"""``muster run --slurm``: submit a job that runs the same command, and follow it."""
+"""``muster run --slurm``: submit a job that runs the same command."""
 
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,45 +18,37 @@ from torchmuster.units import plural
 COMMAND = (sys.executable, "-m", "torchmuster")
 
 
-def submit_and_follow(options: HostOptions, spec: JobSpec, script: Sequence[str] = ()) -> int:
-    """Submit the job, which runs the same command, and show its output; Ctrl-C detaches."""
-    from torchmuster.launch.schedulers.slurm.jobs import follow_job
+def submits(options: HostOptions) -> bool:
+    """Return whether to submit a job: inside the job, the same command line starts the ranks."""
+    return options.slurm and "SLURM_JOB_ID" not in os.environ
+
+
+def submit(options: HostOptions, spec: JobSpec, script: Sequence[str] = ()) -> int:
+    """Submit a job that runs this command line; ``--dry-run`` prints the job script instead.
+
+    The job is not followed: its number is printed, with the commands that show its output and cancel it.
+    """
     from torchmuster.launch.schedulers.slurm.submit import log_of, render_script, submit_job
 
     nodes = options.nodes or NodeCounts(least=1, most=1)
-    script = render_script(
+    typed = [word for word in options.command_line if word != "--dry-run"]
+    job_script = render_script(
         spec,
-        # This command line, without the flags of the submission.
-        [*COMMAND, *_without_submission(options.command_line), *script],
+        [*COMMAND, *typed, *script],
         options.runs,
         nodes=nodes.most + spec.spares,
         no_kill=spec.spares > 0 or nodes.least < nodes.most,
         sbatch_arguments=options.sbatch or [],
     )
-    attached = not isinstance(options, RunControl) or not options.detach
     if isinstance(options, RunControl) and options.dry_run:
-        if options.json:
-            output.print_json({"script": script})
-        else:
-            output.print_text(script, end="")
+        output.print_text(job_script, end="")
         return ExitCode.GOOD
-    job = submit_job(script, run_root=options.runs)
+    job = submit_job(job_script, run_root=options.runs)
     output.print_text(job)
-    output.say(f"muster: submitted as job {job}; to cancel it: scancel {job}")
-    if not attached:
-        return ExitCode.GOOD
-    completed = False
-    try:
-        for news in follow_job(job, log_of(job, options.runs)):
-            if isinstance(news, str):
-                output.print_text(news, end="")
-            else:
-                output.say(f"muster: job {job}: {news.text or 'not known to squeue'}")
-                completed = news.completed
-    except KeyboardInterrupt:
-        output.say(f"\nmuster: job {job} keeps running; to stop it: scancel {job}")
-        return ExitCode.GOOD
-    return ExitCode.GOOD if completed else ExitCode.FAILED
+    output.say(f"muster: submitted as job {job}; squeue --jobs={job} shows its state")
+    output.say(f"muster: to see its output: tail -F {shlex.quote(str(log_of(job, options.runs)))}")
+    output.say(f"muster: to cancel it:      scancel {job}")
+    return ExitCode.GOOD
 
 
 def transport_inside(spec: JobSpec) -> Transport | None:
@@ -77,7 +70,7 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     if here.restarts:
         requeued = f", requeued {plural(here.restarts, 'time')}"
     output.say(f"muster: in Slurm job {here.job} with {len(here.nodes)} nodes{requeued}")
-    return SrunTransport(here, on_event=lambda text: output.say(f"muster: {text}"))
+    return SrunTransport(here, on_event=output.say_event)
 
 
 def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
@@ -88,20 +81,3 @@ def earlier_run(spec: JobSpec, root: Path) -> RunFolder | None:
     if run is not None:
         output.say(f"muster: Slurm has requeued the job: resuming in {run.path}")
     return run
-
-
-def _without_submission(arguments: Sequence[str]) -> list[str]:
-    inside: list[str] = []
-    remaining = iter(arguments)
-    for word in remaining:
-        flag, equals, value = word.partition("=")
-        if flag in ("--slurm", "--detach", "--dry-run"):
-            continue
-        if flag not in ("--nodes", "--sbatch"):
-            inside.append(word)
-            continue
-        if not equals:
-            value = next(remaining, "")
-        if flag == "--nodes" and ":" in value:  # MIN:MAX also applies inside the job
-            inside += [flag, value]
-    return inside

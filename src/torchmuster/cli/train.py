@@ -7,7 +7,13 @@ from pathlib import Path
 from torchmuster.cli import jobs, slurm_run
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launch_options import TrainOptions
-from torchmuster.cli.launching import job_and_transport, launch, run_folder, take_group
+from torchmuster.cli.launching import (
+    job_and_transport,
+    launch,
+    run_folder,
+    show_dry_run,
+    take_group,
+)
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import Script
 from torchmuster.cli.setting_options import settings_of
@@ -22,12 +28,11 @@ from torchmuster.config.training import (
 from torchmuster.config.written import settings_arguments, settings_yaml
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
-from torchmuster.runfolder import create_run_folder, write_atomically
+from torchmuster.runfolder import write_atomically
 
 WORKER = "torchmuster.worker"
 # torch's segments that can grow: less memory is lost between tensors of changing sizes.
 ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 
 
 @command(
@@ -48,12 +53,6 @@ DEVICES = {"auto": "auto", "cuda": "gpu", "cpu": "cpu"}
 )
 def run(options: TrainOptions) -> int:
     """Train and return the exit code."""
-    if options.json and not options.dry_run:
-        raise Impossible(
-            "--json works only with --dry-run",
-            why="a run prints the output of its ranks",
-            fix="leave out --json; the metrics are in the run folder: metrics/steps.jsonl",
-        )
     group = take_group(options)
     if group is not None:
         from torchmuster.cli import node_group
@@ -75,28 +74,16 @@ def run(options: TrainOptions) -> int:
 
         if nothing_left(run, resolved):
             return ExitCode.GOOD
-    spec = _job(options, resolved)
-    is_here = not options.slurm and not spec.hosts  # on other hosts, the ranks check
+    spec = job_of(options, resolved)
+    if slurm_run.submits(options):
+        return slurm_run.submit(options, spec)
+    is_here = not spec.hosts  # on other hosts, the ranks check
     if is_here:
         check_here(resolved)
-    if options.slurm:
-        return slurm_run.submit_and_follow(options, spec)
     spec, transport = job_and_transport(options, spec, resolved, group)
     if options.dry_run:
-        from torchmuster.cli import dry_run
-
         folder = options.runs / "RUN" if run is None else run.path
-        return dry_run.show(
-            _in_folder(spec, folder, resolved), transport, resolved, as_json=options.json
-        )
-    if options.check:
-        from torchmuster.cli import check
-
-        code = check.examine(spec, transport, create_run_folder(options.runs, "check"), quick=True)
-        if code != ExitCode.GOOD:
-            return code
-        # A transport serves one launcher.
-        spec, transport = job_and_transport(options, spec, resolved, group)
+        return show_dry_run(_in_folder(spec, folder, resolved), transport)
     data = check_data(resolved) if is_here else None
     if data is not None:
         show_data(data)
@@ -108,9 +95,8 @@ def run(options: TrainOptions) -> int:
     return launch(options, _in_folder(spec, run.path, resolved), transport, run, resolved)
 
 
-def _job(options: TrainOptions, resolved: Resolved) -> JobSpec:
+def job_of(options: TrainOptions, resolved: Resolved) -> JobSpec:
     """Build the job whose ranks run the worker from flags and settings."""
-    options = _with_device(options, resolved)
     if not resolved.settings.distributed.enabled:
         if (options.ranks or 1) > 1 or resolved.settings.launch.hosts:
             raise Impossible(
@@ -135,22 +121,6 @@ def _job(options: TrainOptions, resolved: Resolved) -> JobSpec:
         return spec  # set by the user
     name, value = ALLOCATOR_SETTING
     return dataclasses.replace(spec, environment={**spec.environment, name: value})
-
-
-def _with_device(options: TrainOptions, resolved: Resolved) -> TrainOptions:
-    """Return the options with the device of ``model.device_map`` if no flag gives one."""
-    if options.device != "auto":
-        return options
-    device = DEVICES[resolved.settings.model.device_map]
-    for name in ("num_gpus", "gpu_ids"):
-        if device == "cpu" and getattr(resolved.settings.distributed, name):
-            raise Impossible(
-                "model.device_map is cpu, but GPUs were requested",
-                why=f"model.device_map is set by {resolved.sources['model.device_map'].where}, "
-                f"distributed.{name} by {resolved.sources[f'distributed.{name}'].where}",
-                fix="leave out one of the two; --device cpu overrides both",
-            )
-    return dataclasses.replace(options, device=device)  # type: ignore[arg-type]  # one of Device
 
 
 def _in_folder(spec: JobSpec, folder: Path, resolved: Resolved) -> JobSpec:

@@ -132,27 +132,28 @@ def test_a_silence_shorter_than_two_heartbeats_is_refused() -> None:
 
 def test_spares_and_fewer_hosts_need_restarts() -> None:
     assert jobs.with_host_counts(SPEC, None, 3).max_restarts == jobs.USUAL_RESTARTS
-    assert (
-        jobs.with_host_counts(dataclasses.replace(SPEC, max_restarts=7), None, 3).max_restarts == 7
-    )
-    assert jobs.with_host_counts(dataclasses.replace(SPEC, spares=0), None, 1).max_restarts == 0
+    given = dataclasses.replace(SPEC, max_restarts=7)
+    assert jobs.with_host_counts(given, None, 3).max_restarts == 7
+    alone = dataclasses.replace(SPEC, spares=0)
+    assert jobs.with_host_counts(alone, NodeCounts(least=1, most=1), 1) == alone
     elastic = jobs.with_host_counts(SPEC, NodeCounts(least=2, most=4), 6)
     assert (elastic.min_nodes, elastic.spares, elastic.max_restarts) == (2, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "hosts", "fix"),
+    ("nodes", "hosts", "what", "fix"),
     [
-        (None, 2, "3 or more hosts"),
-        (NodeCounts(least=2, most=4), 4, "--nodes 2:2"),
-        (NodeCounts(least=4, most=4), 0, "3 or more hosts"),
+        (None, 2, "3 hosts wanted, 2 known", "--hosts a,b,…"),
+        (NodeCounts(least=2, most=4), 4, "6 hosts wanted, 4 known", "--nodes 2:2, or"),
+        (NodeCounts(least=4, most=4), 1, "6 hosts wanted, 1 known", "--join --nodes"),
     ],
 )
 def test_counts_of_hosts_that_do_not_fit_are_refused(
-    nodes: NodeCounts | None, hosts: int, fix: str
+    nodes: NodeCounts | None, hosts: int, what: str, fix: str
 ) -> None:
     with pytest.raises(Impossible) as caught:
         jobs.with_host_counts(SPEC, nodes, hosts)
+    assert caught.value.what == what
     assert fix in caught.value.fix
 
 

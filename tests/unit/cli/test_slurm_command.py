@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
     [
         (["train.py", "--lr", "1e-4"], ["train.py", "--lr", "1e-4"]),
         (["--ranks", "2", "--", "train", "--x"], ["--ranks=2", "train", "--x"]),
-        (["--nodes", "2", "-m", "json.tool"], ["-m", "json.tool"]),
+        (["--nodes", "1", "-m", "json.tool"], ["--nodes=1", "-m", "json.tool"]),
     ],
 )
 def test_in_the_job_the_same_script_runs_whatever_its_name(
@@ -27,8 +27,9 @@ def test_in_the_job_the_same_script_runs_whatever_its_name(
     shown = muster("run", "--slurm", "--dry-run", "--device", "cpu", *words)
     assert shown.code == 0, shown.err
     _, *command = shlex.split(shown.out.splitlines()[-1])
-    assert command[1:] == ["-m", "torchmuster", "run", "--device=cpu", *inside]
-    here = muster(*command[3:4], "--dry-run", *command[4:])
+    assert command[1:] == ["-m", "torchmuster", "run", "--slurm", "--device=cpu", *inside]
+    env = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    here = muster(*command[3:4], "--dry-run", *command[4:], env=env)
     assert here.code == 0, here.err
 
 
@@ -65,7 +66,8 @@ def test_arguments_of_sbatch_are_in_the_script_only(muster: Muster, own_machine:
     assert shown.code == 0, shown.err
     assert '\n#SBATCH --partition=gpu -C "a b" --signal=B:USR1@300\n' in shown.out
     _, *command = shlex.split(shown.out.splitlines()[-1])
-    assert command[1:] == ["-m", "torchmuster", "run", "train.py"]
+    assert command[1:5] == ["-m", "torchmuster", "run", "--slurm"]
+    assert command[6:] == ["train.py"]
 
 
 @pytest.mark.parametrize("arguments", [["--sbatch", "-p gpu"], ["--slurm", "--sbatch", "-p 'gpu"]])
