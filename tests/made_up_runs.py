@@ -11,7 +11,7 @@ import msgspec
 
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
-from torchmuster.runfolder import RunFolder, create_run_folder, write_atomically
+from torchmuster.runfolder import RunFolder, create_run_folder
 
 NOW = 2_000_000_000.0
 LINE: dict[str, Any] = {
@@ -41,11 +41,18 @@ def a_run(folder: Path, name: str = "llm", phase: str = "running", headline: str
 
 
 def set_state(
-    run: RunFolder, phase: str, headline: str = "", *, lasted_s: float = 100.0, now: float = NOW
+    run: RunFolder,
+    phase: str,
+    headline: str = "",
+    *,
+    lasted_s: float = 100.0,
+    now: float = NOW,
+    **facts: object,
 ) -> None:
-    """Write how a run goes."""
-    content = {"phase": phase, "since_unix_s": now - 10, "started_unix_s": now - lasted_s}
-    write_atomically(run.state, json.dumps({**content, "headline": headline}))
+    """Log the phase of a run 10 s ago, and its launch if nothing is logged yet."""
+    if not run.events.exists():
+        add_event(run, run_state.LAUNCHED, now - lasted_s)
+    add_event(run, phase, now - 10, headline=headline, **facts)
 
 
 def add_lines(run: RunFolder, count: int = 10, *, now: float = NOW, **changed: object) -> None:
@@ -103,7 +110,7 @@ def add_ranks(
 
 def add_event(run: RunFolder, name: str, at_unix_s: float, **facts: object) -> None:
     """Write an event as the launcher does, at a time of one's own."""
-    with (run.path / run_state.EVENTS).open("a") as stream:
+    with (run.events).open("a") as stream:
         stream.write(json.dumps({**facts, "at_unix_s": at_unix_s, "event": name}) + "\n")
 
 

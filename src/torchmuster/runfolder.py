@@ -5,7 +5,7 @@
     run.json       id, name, creation time, layout version
     config.yaml    the resolved settings, secrets redacted
     job.json       the launched command, its hosts, the launcher process
-    state.json     current or final state
+    events.jsonl   what happened, from which the state is computed
     console.log    output of the launcher
     logs/          rank-<n>.log
     model/         model files other than weights: config, tokenizer
@@ -80,9 +80,9 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
-    def state(self) -> Path:
-        """The current or final state of the run."""
-        return self.path / "state.json"
+    def events(self) -> Path:
+        """What happened to the run, from which its state is computed."""
+        return self.path / "events.jsonl"
 
     @property
     def console(self) -> Path:

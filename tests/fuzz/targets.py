@@ -77,7 +77,7 @@ def join_code(data: bytes) -> None:
 # ---- files
 
 
-FILES = ("run.json", "state.json", "job.json", "events.jsonl", "failures.jsonl")
+FILES = ("run.json", "job.json", "events.jsonl")
 METRICS = ("steps.jsonl", "saves.jsonl", "ranks/a/from-0.json", "sinks/mlflow.json")
 
 
@@ -91,7 +91,7 @@ def run_folder() -> Iterator[Parse]:
 
     with tempfile.TemporaryDirectory() as folder:
         run = create_run_folder(Path(folder), "fuzzed")
-        files = [*FILES, *(f"metrics/{name}" for name in METRICS), "hang/0/hang.json"]
+        files = [*FILES, *(f"metrics/{name}" for name in METRICS), "hang/0/rank-0.flight.json"]
         for name in files:
             (run.path / name).parent.mkdir(parents=True, exist_ok=True)
         turn = 0

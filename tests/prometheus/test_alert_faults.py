@@ -23,6 +23,7 @@ from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
 from prometheus.prometheus_lab import await_until, prometheus
 from prometheus.watched_training import CONFIG, Training, Watchers, exporter, training
+from torchmuster.launch.history import run_state
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.alerts import ALERTS
 
@@ -157,8 +158,9 @@ def test_restarts(folder: Path) -> None:
     lines = [json.loads(one) for one in (it.run.metrics / "steps.jsonl").read_text().splitlines()]
     made = [line["step"] for line in lines]
     assert made == list(range(1, steps + 1))  # what was made again is there once
-    state = json.loads(it.run.state.read_text())
-    lasted_s = state["since_unix_s"] - state["started_unix_s"]
+    state = run_state.read_state(it.run)
+    assert state is not None
+    lasted_s = state.since_unix_s - state.started_unix_s
     in_steps_s = sum(line["step_s"] * (1 - line["checkpoint_share"]) for line in lines)
     assert found == pytest.approx(in_steps_s / lasted_s, rel=0.05)
 

@@ -213,7 +213,7 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(
 
 
 def test_a_reader_sees_the_old_file_or_the_new_one_and_nothing_between(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+    path = tmp_path / "some.json"
     contents = [letter * 200_000 for letter in "ab"]
     write_atomically(path, contents[0])
     written = threading.Event()
@@ -232,7 +232,7 @@ def test_a_reader_sees_the_old_file_or_the_new_one_and_nothing_between(tmp_path:
         written.set()
         reader.join()
     assert seen <= set(contents)
-    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+    assert [one.name for one in tmp_path.iterdir()] == ["some.json"]
 
 
 def test_what_is_written_is_utf8(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_is_written_is_utf8(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "state.json"
+    path = tmp_path / "some.json"
     path.write_text("old")
 
     def fail(*_: object) -> None:
@@ -255,7 +255,7 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
         with pytest.raises(OSError, match="No space left"):
             write_atomically(path, "new")
     assert path.read_text() == "old"
-    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+    assert [one.name for one in tmp_path.iterdir()] == ["some.json"]
 
 
 def test_an_interrupted_write_leaves_nothing_either(
@@ -266,22 +266,22 @@ def test_an_interrupted_write_leaves_nothing_either(
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "state.json", "new")
+        write_atomically(tmp_path / "some.json", "new")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_text_that_cannot_be_stored_does_not_cost_the_old_content(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+    path = tmp_path / "some.json"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "\ud800")
     assert path.read_text() == "old"
-    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+    assert [one.name for one in tmp_path.iterdir()] == ["some.json"]
 
 
 def test_writing_where_there_is_no_folder_is_an_ordinary_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_atomically(tmp_path / "no" / "state.json", "new")
+        write_atomically(tmp_path / "no" / "some.json", "new")
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         write_atomically(tmp_path / "folder", "new")

@@ -1,7 +1,7 @@
 """``muster explain``: report what happened to a run, the root cause, and how to fix it."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -79,10 +79,9 @@ def _print_json(report: "FailureReport") -> None:
         "id": record.run.id,
         "folder": str(record.run.path),
         "killed_ranks": list(state.killed_ranks) if state else [],
-        "resume": state.resume if state else "",
         "command": job.command if job else None,
         "launched_on": job.launcher.host if job else None,
-        "moments": [asdict(moment) for moment in record.timeline()],
+        "moments": [{"at_unix_s": at, "what": what} for at, what in record.timeline()],
         "findings": [finding.as_json() for finding in report.findings],
         "checkpoints": list(map(_checkpoint_as_json, record.checkpoints[:_MOST_CHECKPOINTS])),
         "files": list(report.files),

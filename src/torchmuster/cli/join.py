@@ -45,8 +45,8 @@ def run(options: JoinCommandOptions) -> int:
     from torchmuster.launch.node import supervisor
     from torchmuster.launch.transports.join.code import decode_code
 
-    code = decode_code(_read_code(options.code))
     supervisor.continue_supervised()
+    code = decode_code(_read_code(options.code))
     return asyncio.run(_join(code))
 
 

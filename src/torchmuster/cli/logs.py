@@ -93,7 +93,7 @@ def _follow(run: RunFolder, path: Path, position: int) -> int:
     """Print what is added to a file until the run is over; return the run's exit code."""
     from torchmuster.launch.history import run_state
 
-    job = run_state.await_job(run)
+    job = run_state.read_job(run)
     if job is not None and not job.launcher.is_of_this_machine:
         output.say(
             f"muster: the run was launched on {job.launcher.host}; if its launcher is killed there, "

@@ -83,7 +83,7 @@ def run_folder(group: "NodeGroup", root: Path, spec: JobSpec) -> RunFolder:
         return group.run_folder(root, spec.name)
     refuse_foreign(run, "resume")
     state = run_state.read_state(run)
-    if state is not None and state.active and state.job_uid != group.job_uid:
+    if state is not None and state.active and before.job_uid != group.job_uid:
         raise NotNow(
             f"run {run.id} in {root} is active in another job",
             why=f"its launcher is on {before.launcher.host}",
@@ -93,5 +93,6 @@ def run_folder(group: "NodeGroup", root: Path, spec: JobSpec) -> RunFolder:
     if state is not None and not state.active:
         headline += f": {state.headline}"
     output.say_event(f"resuming in {run.path}: {headline}")
-    run_state.log_event(run, run_state.RESTART, headline=headline)
+    what = f"{headline}; restarted"
+    run_state.log_event(run, run_state.RESTART, what=what, headline=headline)
     return run

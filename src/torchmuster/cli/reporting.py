@@ -53,7 +53,7 @@ def _leave_report(run: RunFolder) -> None:
 def _is_due(run: RunFolder) -> bool:
     """Return whether a run is over and has no up-to-date report yet."""
     with contextlib.suppress(OSError):  # fast path
-        if run.report.stat().st_mtime >= run.state.stat().st_mtime:
+        if run.report.stat().st_mtime >= run.events.stat().st_mtime:
             return False
     from torchmuster.launch.history import run_state
 

@@ -66,9 +66,8 @@ def _cells(folder: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str,
         return folder.id, "unknown", "-", details
     end = time.time() if state.active else state.since_unix_s
     took = format_seconds(max(0.0, end - state.started_unix_s))
-    summary = run_state.EventSummary.of(run_state.read_events(folder))
-    if summary.restarts:
-        took += f", {plural(summary.restarts, 'restart')}"
+    if state.restarts:
+        took += f", {plural(state.restarts, 'restart')}"
     waiting = _place_in_line(folder, line)
     if state.phase == "waiting" and waiting is not None:
         details = (
@@ -76,20 +75,19 @@ def _cells(folder: RunFolder, line: Sequence[WaitingRequest]) -> tuple[str, str,
         )
     elif state.phase in ("failed", "died"):
         details = state.headline.partition("\n")[0]
-    elif state.active and summary.hang is not None:
-        details = printable([str(summary.hang.facts.get("what", "hangs"))])
+    elif state.active and state.hang is not None:
+        details = printable([state.hang.text])
     return folder.id, state.phase, took, details
 
 
 def _as_json(folder: RunFolder, line: Sequence[WaitingRequest]) -> dict[str, object]:
     job, state = run_state.read_job(folder), run_state.read_state(folder)
-    summary = run_state.EventSummary.of(run_state.read_events(folder))
-    is_hung = state is not None and state.active and summary.hang is not None
+    is_hung = state is not None and state.active and state.hang is not None
     facts: dict[str, object] = {
         "id": folder.id,
         "folder": str(folder.path.resolve()),
         "waiting": _place_in_line(folder, line),
-        "restarts": summary.restarts,
+        "restarts": state.restarts if state is not None else 0,
         "hangs": is_hung,
         "command": job.command if job else None,
         "hosts": job.hosts if job else None,

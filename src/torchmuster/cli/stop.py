@@ -58,7 +58,7 @@ def run(options: StopOptions) -> int:
 
 def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
     """Stop a run of this user, whose folder was checked; a run that waits for GPUs leaves the line."""
-    job, state = run_state.await_job(run), run_state.read_state(run)
+    job, state = run_state.read_job(run), run_state.read_state(run)
     if job is None:
         raise Impossible(
             f"{run.id} was never launched",

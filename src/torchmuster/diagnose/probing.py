@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torchmuster.diagnose.probe_client import HOST_PROBE, ProbeClient
+from torchmuster.diagnose.probe_client import ProbeClient
 from torchmuster.diagnose.rank_record import RankRecord, records_from
 from torchmuster.diagnose.texts import finding
 from torchmuster.errors import MusterError
@@ -41,7 +41,7 @@ class HostProbe(ProbeClient):
     async def engage(cls, node: ConnectedHost) -> "HostProbe":
         """Start the program on a host that has joined."""
         examiner = cls(node)
-        await node.start_sidecar(HOST_PROBE, examiner._hear, within_s=_START_WITHIN_S)
+        await node.start_sidecar(examiner._hear, within_s=_START_WITHIN_S)
         return examiner
 
     def _hear(self, message: protocol.Relay) -> None:

@@ -177,12 +177,10 @@ class DumpStacks(Message, frozen=True, kw_only=True, tag="dump-stacks"):
 class Relay(Message, frozen=True, kw_only=True, tag="relay", omit_defaults=True):
     """A line for the sidecar process next to the node agent, or a line that it wrote; at its end its last output on standard error.
 
-    The first one names the program: a module of torchmuster, run with ``python -m``, and the token of this node agent's part of
-    the run, which the sidecar's token extends.
+    The first one has the token of this node agent's part of the run, which the sidecar's token extends.
     """
 
     text: str = ""
-    program: str = ""
     token: Token | None = None
     is_last: bool = False  # the sidecar has exited
     exit_code: Integer | None = None  # negative: the signal that killed it; None: unknown
@@ -274,7 +272,6 @@ class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
 
     attempt: Integer
     heartbeats: tuple[Heartbeat, ...]
-    kept: bool = False  # the host has already written them to the run folder
     stopping: Stopping | None = None
 
 

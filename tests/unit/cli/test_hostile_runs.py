@@ -58,18 +58,14 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 FILES = (
     "run.json",
-    "state.json",
     "job.json",
     "events.jsonl",
-    "failures.jsonl",
     "metrics/steps.jsonl",
     "metrics/saves.jsonl",
     "metrics/evaluations.jsonl",
     "metrics/ranks/a/from-0.json",
     "metrics/sinks/mlflow.json",
-    "hang/0/hang.json",
     "checkpoints/step-1-abcd/manifest.json",
-    "logs/hosts.json",
     "data.json",
 )
 
@@ -80,7 +76,6 @@ def a_good_run(root: Path, name: str = "good") -> RunFolder:
     set_state(run, "running", now=now)
     add_lines(run, now=now)
     add_ranks(run, 2, now=now)
-    add_event(run, "running", now - 5)
     return run
 
 
@@ -209,10 +204,14 @@ def test_a_folder_that_may_not_be_read_hides_no_other_run(tmp_path: Path) -> Non
 
 def test_events_are_read_up_to_a_bad_line_and_after_it(tmp_path: Path) -> None:
     run = a_good_run(tmp_path)
-    with (run.path / run_state.EVENTS).open("ab") as stream:
+    with (run.events).open("ab") as stream:
         stream.write(DEEP + b"\n")
     add_event(run, "finished", time.time())
-    assert [event.name for event in run_state.read_events(run)] == ["running", "finished"]
+    assert [event.name for event in run_state.read_events(run)] == [
+        "launched",
+        "running",
+        "finished",
+    ]
 
 
 STEERING = set("\x1b\x07\x08\x7f\x9b\u202e")
@@ -227,8 +226,7 @@ def steering_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = RunFolder(made.path.rename(made.path.with_name(f"{made.id}{HOSTILE_TEXT}")))
     text, now = HOSTILE_TEXT, time.time()
     run.marker.write_text(json.dumps({"id": run.id, "name": text}))
-    state = {"phase": "failed", "since_unix_s": now, "started_unix_s": now - 5, "headline": text}
-    run.state.write_text(json.dumps(state))
+    add_event(run, "failed", now, headline=text, what=text)
     launcher = {"host": text, "pid": 1, "start_s": 1.0}
     job = {"command": [text], "folder": text, "hosts": [text], "launcher": launcher, "token": ""}
     run.job.write_text(json.dumps({**job, "grace_s": 1, "slurm_job": None, "typed": [text]}))

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 
+from made_up_runs import add_event
 from patience import GIVE_UP_S
 from torchmuster.launch.history.run_state import Launcher, _start_s
 from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
@@ -129,8 +130,7 @@ def a_run_of(
         "resume_with": [],
     }
     run.job.write_text(json.dumps(job | changed))
-    times = {"since_unix_s": 2e9, "started_unix_s": 2e9}
-    run.state.write_text(json.dumps({"phase": "running", **times}))
+    add_event(run, "running", 2e9)
     for path in (where / "runs", run.path, *run.path.rglob("*")):
         os.chown(path, uid, uid)
     return run
@@ -196,9 +196,7 @@ def test_a_user_stops_an_own_run(place: Path) -> None:
 
 def test_a_run_of_another_user_is_not_resumed(place: Path) -> None:
     run = a_run_of(ALICE, place)
-    run.state.write_text(
-        json.dumps({"phase": "stopped", "since_unix_s": 2e9, "started_unix_s": 2e9})
-    )
+    add_event(run, "stopped", 2e9)
     run.config.write_text("model: {build: 'm:f'}\n")
     done = muster_as(ROOT, "train", "--resume", str(run.path), where=place)
     assert done.returncode == 2, done.stderr

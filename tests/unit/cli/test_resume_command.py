@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from made_up_runs import add_event
 from muster_command import Muster, Result
 from torchmuster.checkpoints.manifest import Manifest, commit_checkpoint, new_name
 from torchmuster.checkpoints.store import open_store
@@ -52,8 +53,7 @@ def made(root: Path, phase: str, *, saved: bool = True, **settings: str) -> RunF
         job = json.loads(run.job.read_text())
         gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "start_s": 1.0}
         run.job.write_text(json.dumps({**job, "launcher": gone}))
-    state = {"phase": phase, "since_unix_s": time.time(), "started_unix_s": time.time()}
-    run.state.write_text(json.dumps(state))
+    add_event(run, phase, time.time())
     if saved:
         store, name = open_store(run.checkpoints), new_name(4)
         commit_checkpoint(
@@ -173,7 +173,7 @@ def test_a_run_that_cannot_go_on_says_why(
     assert done.code == 3
     assert "far-away" in done.err
     assert done.err == snapshot(name="at work elsewhere")
-    os.utime(at_work.state, (1, 1))
+    os.utime(at_work.job, (1, 1))
     assert resume(at_work.id, "--dry-run").code == 0
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from made_up_runs import add_event
 from muster_command import Muster, muster_argv
 from patience import GIVE_UP_S
 from torchmuster.launch.history import run_state
@@ -47,14 +48,9 @@ def made(
     job = json.loads(run.job.read_text())
     launcher = {"host": host or socket.gethostname(), "pid": pid, "start_s": 1.0}
     run.job.write_text(json.dumps({**job, "launcher": launcher}))
-    state = {
-        "phase": phase,
-        "since_unix_s": time.time(),
-        "started_unix_s": time.time() - 2.5 * 3600,  # in hours, as a busy machine may take a minute
-        "exit_code": exit_code,
-        "headline": headline,
-    }
-    run.state.write_text(json.dumps(state))
+    # In hours, as a busy machine may take a minute.
+    add_event(run, run_state.LAUNCHED, time.time() - 2.5 * 3600)
+    add_event(run, phase, time.time(), exit_code=exit_code, headline=headline)
     run.console.write_text("muster: 2 ranks started\n[rank 0] loss 1 é\n")
     return run
 

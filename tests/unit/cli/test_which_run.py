@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from made_up_runs import add_lines
+from made_up_runs import add_event, add_lines
 from muster_command import Muster
 from torchmuster.cli.which_run import Kind, choose_run
 from torchmuster.errors import Impossible, NoSuchRun
@@ -30,9 +30,8 @@ def made(
         job = json.loads(run.job.read_text())
         gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "start_s": 1.0}
         run.job.write_text(json.dumps({**job, "launcher": gone}))
-    run.state.write_text(
-        json.dumps({"phase": phase, "since_unix_s": since, "started_unix_s": 1.0, "exit_code": 1})
-    )
+    add_event(run, run_state.LAUNCHED, 1.0)
+    add_event(run, phase, since, exit_code=1)
     if command == "train":
         run.config.write_text("train:\n  steps: 10\n")
     if steps:
@@ -105,7 +104,7 @@ def test_a_training_that_was_stopped_before_its_first_step_line_is_the_last_one(
 
 def test_a_launcher_killed_before_it_wrote_a_state_is_resumed(root: Path) -> None:
     run = made(root, "train")
-    run.state.unlink()
+    run.events.unlink()
     assert chosen(root, "resume") == run.id
 
 

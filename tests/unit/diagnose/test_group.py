@@ -80,7 +80,7 @@ class Played:
     def _answers(self, message: protocol.ToAgent) -> Sequence[protocol.FromAgent]:
         here = protocol.Address(address=f"10.0.0.{self.place + 1}", interface="eth0")
         match message:
-            case protocol.Relay() if message.program:
+            case protocol.Relay() if message.token is not None:
                 return [protocol.Done()]
             case protocol.Relay() if self.examiner_ends:
                 return [protocol.Relay(text="ImportError: psutil", is_last=True, exit_code=1)]

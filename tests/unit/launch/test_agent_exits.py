@@ -415,3 +415,42 @@ def test_a_machine_that_joined_runs_the_script_in_its_own_folder(tmp_path: Path)
 
     one.play(scene, tell=shown.append, folder=tmp_path)
     assert shown[0].startswith(f"will run in {tmp_path}: ")
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_an_agent_that_has_ended_handles_no_signals(tmp_path: Path) -> None:
+    """A node of a group serves one launcher after the other, and may be signalled between them."""
+
+    async def go() -> None:
+        end = FakeEnd()
+        end.say(protocol.Leave(exit_code=1, words="over"))
+        await NodeAgent(end).run()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            assert not loop.remove_signal_handler(number)
+
+    asyncio.run(go())
+
+
+@pytest.mark.usefixtures("own_machine")
+def test_devices_are_not_leased_if_the_logs_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_folder(run: str | None) -> Path:
+        raise PermissionError("no folder for temporary files")
+
+    def lease(*_: object) -> object:
+        raise AssertionError("leased")
+
+    monkeypatch.setattr("torchmuster.launch.node.output.create_log_folder", no_folder)
+    monkeypatch.setattr("torchmuster.launch.node.device_lease.lease_devices", lease)
+
+    async def scene(it: Scene) -> None:
+        it.end.say(it.prepare)
+        done = await it.end.hear(protocol.Done)
+        assert isinstance(done, protocol.Done)
+        assert done.trouble is not None
+        assert "no folder for temporary files" in done.trouble.what
+        it.end.say(None)
+
+    Scene(tmp_path, "").play(scene)

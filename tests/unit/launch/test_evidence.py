@@ -37,16 +37,14 @@ def failure(rank: int, **more: object) -> protocol.Failure:
 def test_a_failed_attempt_is_kept_with_the_ranks_that_failed_the_first_in_time_first(
     run: RunFolder,
 ) -> None:
-    evidence.keep_failure(
-        run, 2, told(why="so"), ends(failure(1, ago_s=3.0), failure(0, ago_s=8.0))
-    )
+    evidence.log_failure(run, 2, told(why="so"), ends(failure(1, ago_s=3.0), failure(0, ago_s=8.0)))
     (kept,) = evidence.read_failures(run)
     assert (kept.attempt, kept.finding, kept.ranks) == (2, told(why="so"), (0, 1))
 
 
 def test_secrets_do_not_get_into_the_folder(run: RunFolder) -> None:
-    evidence.keep_failure(run, 0, told(SECRET, why=SECRET, fix=SECRET, evidence=SECRET), ends())
-    evidence.keep_hang(evidence.new_hang(run), told(SECRET))
+    evidence.log_failure(run, 0, told(SECRET, why=SECRET, fix=SECRET, evidence=SECRET), ends())
+    evidence.log_hang(run, told(SECRET), evidence.new_hang(run))
     run_state.log_event(run, "started", words=SECRET, token="x", nested={"password": "y"})
     run_state.EventLog(run).ended("failed", 1, f"the agent failed: {SECRET}")
     for path in run.path.rglob("*.json*"):
@@ -57,12 +55,14 @@ def test_secrets_do_not_get_into_the_folder(run: RunFolder) -> None:
 
 
 def test_a_torn_line_costs_that_line_only(run: RunFolder) -> None:
-    evidence.keep_failure(run, 0, told("first"), ends())
-    with (run.path / evidence.FAILURES).open("ab") as stream:
-        stream.write(b'{"attempt": 1, "at_un')
-    evidence.keep_failure(run, 2, told("third"), ends())
-    with (run.path / evidence.FAILURES).open("ab") as stream:
-        stream.write(b'\xff\xfe\n[]\n{"attempt": "x"}\n{"attempt": 3')
+    evidence.log_failure(run, 0, told("first"), ends())
+    with (run.events).open("ab") as stream:
+        stream.write(b'{"event": "attempt-failed", "at_un')
+    evidence.log_failure(run, 2, told("third"), ends())
+    with (run.events).open("ab") as stream:
+        stream.write(
+            b'\xff\xfe\n[]\n{"at_unix_s": 1, "event": "attempt-failed", "attempt": "x"}\n{"attempt": 3'
+        )
     assert [one.finding.what for one in evidence.read_failures(run)] == ["first", "third"]
 
 
@@ -78,7 +78,7 @@ def test_a_run_that_fails_for_ever_does_not_fill_the_disk(run: RunFolder) -> Non
 
 def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     nowhere = RunFolder(tmp_path / "nowhere")
-    evidence.keep_failure(nowhere, 0, told(), ends())
+    evidence.log_failure(nowhere, 0, told(), ends())
     run_state.log_event(nowhere, "started")
     assert evidence.read_failures(nowhere) == []
     assert run_state.read_events(nowhere) == []
@@ -87,21 +87,20 @@ def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> None:
     call = {"profiling_name": "gloo:barrier", "collective_seq_id": 1, "process_group": ["0", ""]}
-    for _ in range(11):
+    for number in range(11):
         folder = evidence.new_hang(run)
-        evidence.keep_hang(folder, told(f"hang {folder.name}"))
+        assert folder is not None
+        evidence.log_hang(run, told(f"hang {number}"), folder)
     (folder / "rank-0.flight.json").write_text(json.dumps({"entries": [call]}))
     call["profiling_name"] = "gloo:all_reduce"
     (folder / "rank-10.flight.json").write_text(json.dumps({"entries": [call]}))
     (folder / "rank-2.stacks.txt").write_text("stacks")
     (folder / "rank-x.flight.json").write_text("{")
-    before = evidence.read_hangs(run)[-1].at_unix_s
-    evidence.keep_hang(folder, told("hang 11, longer"))
     kept = evidence.read_hangs(run)
-    assert [one.folder.name for one in kept] == [str(number) for number in range(1, 12)]
-    assert kept[-1].finding.what == "hang 11, longer"
-    assert kept[-1].at_unix_s == before  # when it was told first
-    assert [one.name for one in kept[-1].analysis] == ["collectives-differ"]
+    assert [one.folder and one.folder.name for one in kept] == [
+        str(number) for number in range(1, 12)
+    ]
+    assert [one.name for one in kept[-1].analyse()] == ["collectives-differ"]
     assert [path.name for path in kept[-1].files] == [
         "rank-0.flight.json",
         "rank-2.stacks.txt",
@@ -109,12 +108,10 @@ def test_hangs_are_numbered_and_kept_with_what_the_dumps_say(run: RunFolder) -> 
     ]
 
 
-def test_a_hang_that_was_not_written_whole_is_passed_over(run: RunFolder) -> None:
-    evidence.keep_hang(evidence.new_hang(run), told("good"))
-    (evidence.new_hang(run) / evidence.HANG).write_text('{"at_unix_s": 3, "finding"')
-    evidence.new_hang(run)
-    (run.hang / "notes").mkdir()
-    assert [one.finding.what for one in evidence.read_hangs(run)] == ["good"]
+def test_a_hang_without_a_folder_has_its_words(run: RunFolder) -> None:
+    run_state.log_event(run, run_state.HANG, what="rank 1 keeps the others waiting", folder="../..")
+    (kept,) = evidence.read_hangs(run)
+    assert (kept.finding.what, kept.files) == ("rank 1 keeps the others waiting", [])
 
 
 def test_the_event_log_leaves_events(run: RunFolder) -> None:
@@ -122,10 +119,14 @@ def test_the_event_log_leaves_events(run: RunFolder) -> None:
     event_log.phase("joining")
     run_state.log_event(run, "started", attempt=0, ranks=2, hosts=["a 1", "b 1"])
     event_log.ended("failed", 1, "rank 1 failed")
-    with (run.path / run_state.EVENTS).open("a") as stream:
+    with (run.events).open("a") as stream:
         stream.write('{"event": "torn"')
     events = run_state.read_events(run)
-    assert [one.name for one in events] == ["joining", "started", "failed"]
-    assert events[1].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
-    assert events[2].facts == {"exit_code": 1, "headline": "rank 1 failed"}
+    assert [one.name for one in events] == ["launched", "joining", "started", "failed"]
+    assert events[2].facts == {"attempt": 0, "ranks": 2, "hosts": ["a 1", "b 1"]}
+    assert events[3].facts == {
+        "what": "failed: rank 1 failed",
+        "exit_code": 1,
+        "headline": "rank 1 failed",
+    }
     assert abs(events[0].at_unix_s - time.time()) < 60

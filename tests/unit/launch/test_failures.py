@@ -43,7 +43,7 @@ def read(
 ) -> list[protocol.Failure]:
     """Return the failures of ranks that exited in these ways."""
     exited = [ExitedRank(rank, exits.get(rank), last_lines.get(rank, "")) for rank in ranks]
-    return failures.failures_of(exited, folder, MemoryWatch.begin(), MemoryPeaks(), hosts=1)
+    return failures.failures_of(exited, folder, MemoryWatch.begin(), MemoryPeaks())
 
 
 def rank_failed(folder: Path, rank: int, error: str, ago_s: float) -> None:
@@ -83,7 +83,7 @@ def test_a_rank_that_raised_but_was_ended_before_it_was_noticed_is_told_too(fold
     rank_failed(folder, 1, "RuntimeError: first", 1.0)
     exits = {0: RankExit(code=1, at_unix_s=time.time())}
     told = read(folder, [0, 1], exits)
-    assert [(one.rank, one.error) for one in told] == [(0, ""), (1, "RuntimeError: first")]
+    assert [(one.rank, one.error) for one in told] == [(1, "RuntimeError: first"), (0, "")]
 
 
 def test_a_clock_that_was_set_back_gives_no_failure_in_the_future(folder: Path) -> None:
@@ -92,7 +92,9 @@ def test_a_clock_that_was_set_back_gives_no_failure_in_the_future(folder: Path) 
     assert failure.ago_s == 0.0
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "\x00", '{"at_unix_s": "long ago"}', '{"error": []}']
+)
 def test_a_damaged_record_is_no_record(folder: Path, content: str) -> None:
     (folder / "rank-0.error.json").write_text(content)
     assert read(folder, [0], {}) == []
@@ -106,8 +108,8 @@ def test_of_very_many_failures_the_first_are_told_whole_and_all_by_their_error(
         rank_failed(folder, rank, f"ValueError: {rank}", ago_s=100.0 - rank)
     told = read(folder, ranks, {}, dict.fromkeys(ranks, "the log\n"))
     assert [one.error for one in told] == [f"ValueError: {rank}" for rank in ranks]
-    assert all(one.traceback and one.last_lines for one in told[:16])
-    assert not any(one.traceback or one.last_lines for one in told[16:])
+    assert all(one.traceback and one.last_lines for one in told[:4])
+    assert not any(one.traceback or one.last_lines for one in told[4:])
 
 
 def test_the_log_of_a_rank_that_left_no_error_is_told_however_many_fail(folder: Path) -> None:

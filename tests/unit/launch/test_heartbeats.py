@@ -232,7 +232,3 @@ def test_a_process_that_would_die_of_the_signal_does_not_get_it(
     assert f"process {sleeper.pid}\n" in found[0, "stacks.txt"]
     assert "call first" not in found[0, "stacks.txt"]
     assert sleeper.poll() is None
-
-
-def test_a_process_that_has_gone_is_told_as_such(tmp_path: Path) -> None:
-    assert stack_dump.of_this_system(2**22 + 5) == "its process is gone"

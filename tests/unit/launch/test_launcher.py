@@ -12,7 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
-from torchmuster.launch.history import evidence, run_state
+from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import TerminalConsole
 from torchmuster.launch.launcher.launch import run_task
@@ -84,7 +84,7 @@ class LongTask:
         raise NotImplementedError
 
     async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
-        state = self.run_folder.state
+        state = self.run_folder.job
         on_phase("running")
         os.utime(state, (0, 0))
         async with asyncio.timeout(GIVE_UP_S):
@@ -116,8 +116,8 @@ def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(
     assert state is not None
     assert (state.phase, state.exit_code) == ("failed", 2)
     assert state.headline == "port 29400 cannot be opened"
-    (failed,) = evidence.read_failures(run)  # for explain
-    assert (failed.attempt, failed.finding.fix) == (0, "--port 29500")
+    assert state.finding is not None  # for explain
+    assert state.finding.fix == "--port 29500"
     assert transport.closed == 1
     assert json.loads(run.job.read_text())["command"] == ["train.py"]
 

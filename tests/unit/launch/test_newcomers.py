@@ -7,7 +7,7 @@ from pathlib import Path
 from patience import GIVE_UP_S
 from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
-from torchmuster.launch.history import run_record, run_state
+from torchmuster.launch.history import run_state
 from torchmuster.launch.history.run_state import SPARE_READY, SPARE_REFUSED, TAKEOVER
 from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.host import ConnectedHost
@@ -31,16 +31,6 @@ def test_a_host_with_a_broken_gpu_is_replaced_but_not_one_whose_script_fails() -
     found = broken_hosts(asyncio.run(nodes()))
     assert found.keys() == {0, 2}
     assert found[2] == "no heartbeat"
-
-
-def test_the_timeline_of_a_run_shows_spares_and_takeovers() -> None:
-    started = {"ranks": 2, "attempt": 0, "hosts": ["a 1", "b 1"], "spares": ["c"]}
-    events = [
-        run_state.RunEvent(at_unix_s=1.0, name="started", facts=started),
-        run_state.RunEvent(at_unix_s=2.0, name=TAKEOVER, facts={"what": "spare c takes over"}),
-    ]
-    shown = [run_record.event_text(event) for event in events]
-    assert shown == ["2 ranks started: a 1, b 1; spares: c", "spare c takes over"]
 
 
 class Pool:

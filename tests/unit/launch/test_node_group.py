@@ -119,8 +119,8 @@ def test_a_run_that_is_over_is_not_repeated_for_the_same_job(
     tmp_path: Path, exit_code: int, uid: str, ended: int | None
 ) -> None:
     run = group().run_folder(tmp_path, "name")
-    run_state.write_job(run, JobSpec(name="name", command=("train.py",), folder="/"))
-    log = run_state.EventLog(run, job_uid="u-1")
+    run_state.write_job(run, JobSpec(name="name", command=("train.py",), folder="/", job_uid="u-1"))
+    log = run_state.EventLog(run)
     log.phase("running")
     assert group(uid).ended(tmp_path) is None
     log.ended("stopped", exit_code, "as it happened")
@@ -129,10 +129,10 @@ def test_a_run_that_is_over_is_not_repeated_for_the_same_job(
 
 def test_the_end_is_recorded_once(tmp_path: Path) -> None:
     run = group().run_folder(tmp_path, "name")
-    log = run_state.EventLog(run, job_uid="u-1")
+    log = run_state.EventLog(run)
     log.phase(run_state.FINISHED)  # before the other nodes are released
     log.ended(run_state.FINISHED, 0, "finished")
-    assert [event.name for event in run_state.read_events(run)] == ["finished"]
+    assert [event.name for event in run_state.read_events(run)] == ["launched", "finished"]
 
 
 def test_nodes_of_another_job_have_other_keys() -> None:
@@ -141,9 +141,9 @@ def test_nodes_of_another_job_have_other_keys() -> None:
 
 def test_the_folder_of_another_job_is_continued_only_if_that_is_over(tmp_path: Path) -> None:
     run = group().run_folder(tmp_path, "name")
-    spec = JobSpec(name="name", command=("train.py", "--lr", "1"), folder="/")
+    spec = JobSpec(name="name", command=("train.py", "--lr", "1"), folder="/", job_uid="u-1")
     run_state.write_job(run, spec)
-    log = run_state.EventLog(run, job_uid="u-1")
+    log = run_state.EventLog(run)
     log.phase("running")
     with pytest.raises(NotNow) as caught:
         cli.run_folder(group("u-2"), tmp_path, spec)

@@ -107,10 +107,3 @@ def test_progress_bar_is_shown_from_time_to_time(
     rank = drained(tmp_path / "rank-3.log", b"10 %\r20 %\r30")
     assert rank.take() == "20 %\n"
     assert rank.take(last=True) == "30\n"
-
-
-def test_line_without_end_is_cut_between_characters(tmp_path: Path) -> None:
-    rank = drained(tmp_path / "rank-3.log", "é".encode() * 100_000)
-    text = shown(rank)
-    assert text.replace("\n", "") == "é" * 100_000
-    assert max(map(len, text.splitlines())) < 100_000

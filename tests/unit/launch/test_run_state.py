@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from patience import GIVE_UP_S
 from torchmuster.errors import Impossible
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import Host, JobSpec, Limits
@@ -106,7 +104,7 @@ def test_a_run_whose_launcher_was_killed_has_died(
     state = run_state.read_state(run)
     assert state is not None
     assert (state.phase, state.active, state.headline) == ("died", False, "the launcher was killed")
-    os.utime(run.state, (state.since_unix_s + 90, state.since_unix_s + 90))  # its last sign of life
+    os.utime(run.job, (state.since_unix_s + 90, state.since_unix_s + 90))  # its last sign of life
     later = run_state.read_state(run)
     assert later is not None
     assert later.since_unix_s == pytest.approx(state.since_unix_s + 90, abs=1)
@@ -124,7 +122,7 @@ def test_a_run_that_died_is_launched_again_with_the_death_in_its_events(
     an_hour_later = time.time() + 3600
     os.utime(run.console, (an_hour_later, an_hour_later))
     run_state.EventLog(run).phase("joining")
-    died = run_state.read_events(run)[1]
+    died = run_state.read_events(run)[2]
     assert died.name == "died"
     assert died.at_unix_s == pytest.approx(an_hour_later, abs=1)  # its last sign of life
 
@@ -134,7 +132,8 @@ def test_events_add_up_to_restarts_resumes_and_a_hang_that_is_not_over() -> None
         events = [
             run_state.RunEvent(at_unix_s=1.0, name=name, facts={"from_step": 7}) for name in names
         ]
-        found = run_state.EventSummary.of(events)
+        found = run_state.RunState.of(events)
+        assert found is not None
         return found.restarts, found.resumed_from, found.hang is not None
 
     assert summary("running", "hang") == (0, None, True)
@@ -168,7 +167,7 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     assert phase(run) == "running"
     monkeypatch.undo()
     heard = time.time() - 2.5 * 3600
-    os.utime(run.state, (heard, heard))
+    os.utime(run.job, (heard, heard))
     state = run_state.read_state(run)
     assert state is not None
     assert state.phase == "died"
@@ -178,21 +177,23 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"phase": "running"}', "\x00" * 9])
 def test_a_damaged_file_is_no_state_and_no_job(run: RunFolder, content: str) -> None:
-    run.state.write_text(content)
+    run.events.write_text(content)
     run.job.write_text(content)
     assert run_state.read_state(run) is None
     assert run_state.read_job(run) is None
 
 
-def test_a_run_that_was_only_just_made_is_waited_for(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_state, "_WRITTEN_WITHIN_S", GIVE_UP_S)
-    writer = threading.Timer(0.2, lambda: run_state.write_job(run, SPEC))
-    writer.start()
-    job = run_state.await_job(run)
-    writer.join()
-    assert job is not None
+def test_the_end_of_a_run_is_logged_also_when_it_had_too_many_events(run: RunFolder) -> None:
+    event_log = run_state.EventLog(run)
+    event_log.phase("running")
+    run_state.log_event(run, run_state.HANG, what="rank 1 keeps the others waiting")
+    with run.events.open("ab") as stream:
+        stream.write(b"{}\n" * (run_state._LARGEST_FILE_BYTES // 3 + 2))
+    run_state.log_event(run, run_state.HANG_OVER, what="rank 1 continues")
+    event_log.ended("finished", 0, "finished")
+    state = run_state.read_state(run)
+    assert state is not None
+    assert (state.phase, state.hang) == ("finished", None)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_by_name(

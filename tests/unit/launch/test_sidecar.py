@@ -5,20 +5,18 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.node import process_cleanup
 from torchmuster.launch.node import sidecar as sidecar_module
 from torchmuster.launch.node.node_agent import NodeAgent
 from torchmuster.launch.node.sidecar import Sidecar
-
-EXAMINER = "torchmuster.diagnose.host_probe"
 
 pytestmark = pytest.mark.usefixtures("patient_agent")
 
@@ -75,7 +73,7 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
     snapshot: SnapshotAssertion,
 ) -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.Relay(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(token=token))
         await launcher.hear(protocol.Done)
         launcher.to_agent.put_nowait(question(7, "no-such-verb"))
         relayed = await launcher.hear(protocol.Relay)
@@ -90,9 +88,13 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
+def test_the_end_of_a_program_is_told_with_how_and_its_last_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sidecar_module, "_PROGRAM", "torchmuster.no_such")
+
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.Relay(program="torchmuster.no_such", token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(token=token))
         ended = await launcher.hear(protocol.Relay)
         assert isinstance(ended, protocol.Relay)
         assert ended.exit_code == 1
@@ -104,7 +106,7 @@ def test_the_end_of_a_program_is_told_with_how_and_its_last_words() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.Relay(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(token=token))
         await launcher.hear(protocol.Done)
         (pid,) = pids_of(token)
         os.kill(pid, signal.SIGKILL)
@@ -117,7 +119,7 @@ def test_a_program_that_was_killed_is_told_by_its_signal() -> None:
 @pytest.mark.usefixtures("own_machine")
 def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
-        launcher.to_agent.put_nowait(protocol.Relay(program=EXAMINER, token=token))
+        launcher.to_agent.put_nowait(protocol.Relay(token=token))
         await launcher.hear(protocol.Done)
         process_cleanup.kill_processes(f"{token}.ranks", within_s=1.0)
         launcher.to_agent.put_nowait(question(1, "no-such-verb"))
@@ -126,93 +128,15 @@ def test_ranks_that_are_swept_away_leave_the_program_where_it_is() -> None:
     play(scene)
 
 
-@pytest.mark.usefixtures("own_machine")
-def test_another_program_takes_the_place_of_the_first() -> None:
-    async def scene(launcher: Launcher, token: str) -> None:
-        message = protocol.Relay(program=EXAMINER, token=token)
-        pids = []
-        for _ in range(2):
-            launcher.to_agent.put_nowait(message)
-            await launcher.hear(protocol.Done)
-            pids.append(pids_of(token))
-            launcher.to_agent.put_nowait(question(1, "no-such-verb"))
-            await launcher.hear(protocol.Relay)  # until it runs, nothing may be seen of it
-        assert len(pids[0]) == len(pids[1]) == 1
-        assert pids_of(token) == pids[1] != pids[0]
-
-    play(scene)
-
-
-@pytest.mark.parametrize("program", ["os", "torchmusterly.x", "torchmuster", "torchmuster.x; ls"])
-def test_programs_that_are_not_ours_are_refused(program: str, snapshot: SnapshotAssertion) -> None:
-    async def send(message: protocol.FromAgent) -> None:
-        raise AssertionError(message)
-
-    with pytest.raises(Impossible) as caught:
-        asyncio.run(Sidecar.begin(protocol.Relay(program=program, token="t"), send))
-    assert str(caught.value) == snapshot
-
-
-def test_a_program_that_does_not_listen_is_killed() -> None:
+def test_a_program_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     async def play_it() -> None:
-        heard: list[protocol.FromAgent] = []
-
         async def send(message: protocol.FromAgent) -> None:
-            heard.append(message)
+            raise AssertionError(message)
 
-        message = protocol.Relay(program=EXAMINER, token=os.urandom(8).hex())
-        sidecar = await Sidecar.begin(message, send)
+        sidecar = await Sidecar.begin(os.urandom(8).hex(), tmp_path, send)
         os.kill(sidecar.pid, signal.SIGSTOP)
         async with asyncio.timeout(GIVE_UP_S):
             await sidecar.end()
         assert not psutil.pid_exists(sidecar.pid)
 
     asyncio.run(play_it())
-
-
-def test_a_program_that_cannot_even_be_killed_is_left_to_the_supervisor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def for_ever() -> int:
-        await asyncio.Event().wait()
-        return 0
-
-    async def send(message: protocol.FromAgent) -> None:
-        pass
-
-    async def play_it() -> None:
-        message = protocol.Relay(program=EXAMINER, token=os.urandom(8).hex())
-        sidecar = await Sidecar.begin(message, send)
-        wait = sidecar._process.wait
-        monkeypatch.setattr(sidecar._process, "wait", for_ever)
-        monkeypatch.setattr(sidecar_module, "_GONE_WITHIN_S", 0.1)
-        async with asyncio.timeout(GIVE_UP_S):
-            assert await sidecar.end() is False
-            await wait()
-
-    asyncio.run(play_it())
-
-
-def test_ranks_are_stopped_before_a_program_is_waited_for() -> None:
-    done: list[str] = []
-
-    class Ending:
-        """Ranks and program in one: what is done with them is written down."""
-
-        gone = asyncio.Event()
-
-        def stop(self, grace_s: float) -> None:
-            done.append("ranks stopped")
-            self.gone.set()
-
-        async def end(self) -> bool:
-            done.append("program ended")
-            return True
-
-    async def play_it() -> None:
-        agent = NodeAgent(Launcher())
-        agent._running = agent._sidecar = Ending()  # type: ignore[assignment]
-        await agent._end_all()
-
-    asyncio.run(play_it())
-    assert done == ["ranks stopped", "program ended"]

@@ -1,6 +1,5 @@
 """The supervisor of a node agent: nothing that the node agent started outlives it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -99,26 +98,6 @@ def supervisor_code(agent: str) -> int:
     code = "import sys; from torchmuster.launch.node import supervisor; "
     code += f"sys.exit(supervisor.supervise([sys.executable, '-c', {agent!r}]))"
     return subprocess.run([sys.executable, "-c", code], timeout=GIVE_UP_S).returncode
-
-
-def test_folder_of_a_killed_supervisor_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    abandoned = tmp_path / "torchmuster-node-abandoned"
-    used = supervisor.NodeFolder()
-    foreign = tmp_path / "torchmuster-node-file"
-    abandoned.mkdir()
-    foreign.write_text("")
-    for path in (abandoned, used.path):
-        os.utime(path, (0, 0))
-    own = supervisor.NodeFolder()
-    assert not abandoned.exists()
-    assert used.path.is_dir()
-    assert foreign.exists()
-    own.remove()
-    assert not own.path.exists()
-    used.remove()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

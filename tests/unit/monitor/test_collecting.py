@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from made_up_runs import LINE, NOW
+from made_up_runs import LINE, NOW, add_event
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
 from torchmuster.devices.request import DeviceRequest
@@ -48,8 +48,9 @@ class Watched:
         self.collector = Collector(folder / "runs", _node, clock=lambda: self.now)
 
     def state(self, phase: str, **more: object) -> None:
-        content = {"phase": phase, "since_unix_s": NOW - 50, "started_unix_s": NOW - 100, **more}
-        write_atomically(self.run.state, json.dumps(content))
+        if not self.run.events.exists():
+            add_event(self.run, "launched", NOW - 100)
+        add_event(self.run, phase, NOW - 50, **more)
 
     def line(self, **changed: object) -> None:
         with (self.run.metrics / "steps.jsonl").open("a") as stream:
@@ -131,12 +132,12 @@ def test_steps_that_are_done_again_count_once(watched: Watched) -> None:
 def test_a_run_that_goes_on_after_its_end_is_held_against_all_its_time(watched: Watched) -> None:
     """Its state begins anew with ``--resume``, its lines do not."""
     events = [
-        {"at_unix_s": NOW - 1000, "event": "starting"},
+        {"at_unix_s": NOW - 1000, "event": "launched"},
         {"at_unix_s": NOW - 900, "event": "failed", "exit_code": 1},
-        {"at_unix_s": NOW - 100, "event": "starting"},
+        {"at_unix_s": NOW - 100, "event": "launched"},
     ]
     text = "".join(json.dumps(one) + "\n" for one in events)
-    (watched.run.path / run_state.EVENTS).write_text(text)
+    watched.run.events.write_text(text)
     watched.state("running")
     watched.line(checkpoint_share=0.0, skipped_steps=0)
     seen = watched.look()
@@ -185,8 +186,7 @@ def test_a_run_is_told_of_however_many_have_ended_since(watched: Watched) -> Non
     watched.state("running")
     for _ in range(25):
         later = create_run_folder(watched.run.path.parent, "later")
-        state = {"phase": "finished", "since_unix_s": NOW - 5000, "started_unix_s": NOW - 6000}
-        write_atomically(later.state, json.dumps(state))
+        add_event(later, "finished", NOW - 5000)
     assert watched.look()["run_phase running"] == 1
     assert watched.look()["run_phase running"] == 1
 
@@ -234,8 +234,8 @@ def test_what_an_agent_writes_is_read(watched: Watched) -> None:
     (found,) = node_records.read_node_ranks(watched.run, now_unix_s=0.0)
     assert (found.host, found.ranks) == ("b", (heartbeat,))
     own = socket.gethostname()
-    assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on=own) == [found]
-    assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, written_on="another") == []
+    assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, of_host="b") == [found]
+    assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, of_host="another") == []
 
 
 def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: Watched) -> None:

@@ -22,7 +22,7 @@ from made_up_runs import (
 from patience import GIVE_UP_S
 from script_checkpoints import cut, record, torch_file
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.history import evidence, run_state
+from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.monitor.views import run_report
 from torchmuster.runfolder import RunFolder
@@ -112,6 +112,7 @@ def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> Non
 
 
 def test_where_the_time_of_all_steps_went(run: RunFolder) -> None:
+    run.events.unlink()
     set_state(run, "finished", lasted_s=410.0)  # of which the last 10 s were after its end
     add_lines(run, 10, step_s=2.0, compute_share=0.5, communication_share=0.2, data_share=0.3,
               checkpoint_share=0.0)  # fmt: skip
@@ -136,10 +137,8 @@ def test_a_run_that_failed(run: RunFolder, snapshot: SnapshotAssertion) -> None:
         fix="leave it out",
         evidence="Traceback …",
     )
-    evidence.keep_failure(run, 0, failed)
-    content = json.loads(run.state.read_text())
-    content |= {"phase": "failed", "headline": failed.what, "started_unix_s": 1.0}
-    run.state.write_text(json.dumps(content))
+    run.events.unlink()
+    set_state(run, "failed", failed.what, lasted_s=NOW - 1.0, finding=failed.as_json())
     page = _page(run)
     assert 'llm: <b class="failure">failed</b>' in page
     told = _answer(page)
@@ -155,7 +154,7 @@ def test_a_run_whose_launcher_died_lasted_until_it_was_last_heard_of(tmp_path: P
     job = json.loads(run.job.read_text())
     job["launcher"] |= {"pid": 2**22 + 1, "start_s": 1.0}
     run.job.write_text(json.dumps(job))
-    os.utime(run.state, (NOW + 500, NOW + 500))
+    os.utime(run.job, (NOW + 500, NOW + 500))
     page = _page(run)
     assert 'llm: <b class="failure">died</b>' in page
     assert "duration 10 min" in _answer(page)["result"]

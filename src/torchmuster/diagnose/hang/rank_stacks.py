@@ -24,7 +24,7 @@ from torchmuster.diagnose.hang.rank_processes import uses_gpu
 from torchmuster.errors import Impossible
 from torchmuster.launch import torch_private
 from torchmuster.launch.hangs.observation import BUSY_PROCESSORS
-from torchmuster.launch.node.heartbeats import GONE, children_stats, look_at_process
+from torchmuster.launch.node.heartbeats import GONE, cpu_s_with_children, look_at_process
 from torchmuster.launch.rank import stack
 from torchmuster.launch.rank.stack import StackFrame, ThreadReading
 from torchmuster.redaction import redact_text
@@ -202,7 +202,7 @@ def _read_usage(pid: int) -> _Usage:
     process = look_at_process(pid)
     if process is not None:
         state = process.state
-        cpu_s = process.cpu_s + children_stats([pid])[pid]
+        cpu_s = cpu_s_with_children(pid)
     sleeps = {tid: _sleeps(pid, tid) for tid in _thread_ids(pid)}
     return _Usage(pid=pid, at_s=time.monotonic(), state=state, cpu_s=cpu_s, sleeps=sleeps)
 

@@ -15,7 +15,7 @@ from torchmuster.launch import protocol
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.observation import Hang
-from torchmuster.launch.history import node_records, run_state
+from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.redaction import redact_text
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 # If many ranks wait for one, the stacks of some of them are enough.
 _RANKS_EXAMINED = 64
 _EXAMINED_WITHIN_S = 10.0
-# A recurring hang is reported each time, but only the first ones are kept.
-_HANGS_KEPT = 20
 # A hang that cannot resolve itself is stopped, so that the run can restart. Not at once: the user may want to
 # inspect the processes.
 _HOPELESS_AFTER_S = 60.0
@@ -45,7 +43,6 @@ _FIX_UNCONNECTED = (
 class _StackDump:
     """A stack dump in progress: its folder, and the hosts that have not answered yet."""
 
-    finding: Finding
     folder: Path
     missing: set[int]
     answered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,9 +104,11 @@ class HangMonitor:
                 show_findings([dataclasses.replace(finding, why="", fix="", evidence="")])
                 return
             self._examined.add(hang.key)
-            run_state.log_event(self._run, run_state.HANG, what=finding.what)
+            folder = self._new_folder()
+            evidence.log_hang(self._run, finding, folder)
             show_findings([finding])
-            self._later(self._examine(hang, finding))
+            if folder is not None:
+                self._later(self._examine(hang, finding, folder))
 
     def hear(self, host: ConnectedHost, sign: protocol.FromAgent) -> None:
         """Take heartbeats and stack dumps of the ranks."""
@@ -118,7 +117,7 @@ class HangMonitor:
                 case protocol.Heartbeats():
                     self._watch.hear(host.name, sign.heartbeats)
                     self._warn_of_unconnected_ranks(sign)
-                    if sign.heartbeats and not sign.kept and self._is_due(host):
+                    if sign.heartbeats and self._is_due(host):
                         self._later(self._write_down(host, sign))
                 case protocol.Output() if self._examination is not None:
                     self._keep(self._examination, sign)
@@ -142,11 +141,11 @@ class HangMonitor:
         return due
 
     async def _write_down(self, host: ConnectedHost, sign: protocol.Heartbeats) -> None:
-        """Record the ranks' heartbeats for a host without access to the run folder."""
+        """Record the heartbeats of a host's ranks, for monitoring."""
         await asyncio.to_thread(
             node_records.write_node_ranks,
             self._run,
-            host=host.name,
+            host=host.record.host if host.record else host.name,
             attempt=sign.attempt,
             heartbeats=sign.heartbeats,
         )
@@ -163,37 +162,33 @@ class HangMonitor:
                 self._failed = True
                 logger.info(f"the hang monitor failed, so hangs are no longer reported: {error!r}")
 
-    async def _examine(self, hang: Hang, finding: Finding) -> None:
-        """Request stack dumps from the ranks, and store them next to the finding."""
-        from torchmuster.launch.history import evidence
+    def _new_folder(self) -> Path | None:
+        try:
+            return evidence.new_hang(self._run)
+        except OSError as error:
+            logger.info(f"cannot store the ranks' stack dumps: {error}")
+            return None
 
-        if len(evidence.hang_folders(self._run)) >= _HANGS_KEPT:  # also of earlier attempts
-            return
+    async def _examine(self, hang: Hang, finding: Finding, folder: Path) -> None:
+        """Request stack dumps from the ranks, and store them in a folder."""
         concerned = [rank.rank for rank in (*hang.culprits, *hang.waiting)]
         world_size = sum(host.prepared.ranks for host in self._hosts if host.prepared)
         chosen = tuple(dict.fromkeys([*concerned, *range(world_size)]))[:_RANKS_EXAMINED]
-        try:
-            folder = await asyncio.to_thread(evidence.new_hang, self._run)
-            await asyncio.to_thread(evidence.keep_hang, folder, finding)
-        except OSError as error:
-            logger.info(f"cannot store the ranks' stack dumps: {error}")
-            return
         here = {host.place for host in self._hosts if not host.is_lost and not host.ended}
-        self._examination = _StackDump(finding=finding, folder=folder, missing=here)
+        self._examination = _StackDump(folder=folder, missing=here)
         for host in self._hosts:
             if host.place in here:
                 self._later(host.channel.send(protocol.DumpStacks(ranks=chosen)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._examination.answered.wait(), _EXAMINED_WITHIN_S)
-        kept = await asyncio.to_thread(evidence.keep_hang, folder, finding)
-        if kept.files:
+        record = evidence.HangRecord(finding=finding, folder=folder)
+        if record.files:
             logger.info(f"stacks and collectives of the ranks are in {folder}")
         if not hang.has_culprit:  # else it only repeats the finding
-            show_findings([other for other in kept.analysis if other.name != finding.name])
+            analysis = await asyncio.to_thread(record.analyse)
+            show_findings([other for other in analysis if other.name != finding.name])
 
     def _keep(self, examination: _StackDump, sign: protocol.Output) -> None:
-        from torchmuster.launch.history import evidence
-
         # The name comes from another host: only known names become files.
         endings = {"stacks.txt": evidence.STACKS, "flight.json": evidence.FLIGHT}
         ending = endings.get(sign.file)

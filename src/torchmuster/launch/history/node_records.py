@@ -1,15 +1,12 @@
 """Records of what each host's ranks are doing, as files in the run folder, for monitoring.
 
-``metrics/ranks/<machine>/from-<first rank>.json`` is rewritten every two seconds, by the host itself if it has access to the
-run folder, else by the launcher, which receives the heartbeats anyway. So monitoring never blocks the ranks and needs no
-connection to them. The subfolder is named after the writing host: its exporter serves these files and need not read those
-of other hosts.
+``metrics/ranks/<host>/from-<first rank>.json`` is rewritten by the launcher, which receives the heartbeats anyway: every two
+seconds, with many hosts less often. So monitoring never blocks the ranks and needs no connection to them. The exporter of a
+host serves the files of its subfolder, and need not read those of other hosts.
 """
 
 import contextlib
-import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,6 +14,7 @@ import msgspec
 
 from torchmuster import untrusted
 from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.history.run_state import read_events
 from torchmuster.runfolder import RunFolder, write_atomically
 
 # A host without a record for this long no longer runs ranks of this run.
@@ -32,17 +30,6 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Heartbeat, ...]
 
 
-def seen_here(path: str | None, run_id: str) -> RunFolder | None:
-    """Return the run folder if this host can access it too: on the same or a shared disk."""
-    if path is None:
-        return None
-    run = RunFolder(Path(path))
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if untrusted.read_json(run.marker)["id"] == run_id:
-            return run
-    return None
-
-
 def write_node_ranks(
     run: RunFolder, *, host: str, attempt: int, heartbeats: tuple[Heartbeat, ...]
 ) -> None:
@@ -50,9 +37,7 @@ def write_node_ranks(
     if not heartbeats or not run.marker.is_file():
         return
     content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=heartbeats)
-    path = node_record_path(
-        run, socket.gethostname(), min(heartbeat.rank for heartbeat in heartbeats)
-    )
+    path = node_record_path(run, host, min(heartbeat.rank for heartbeat in heartbeats))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(content).decode(), durable=False)
@@ -64,13 +49,13 @@ def node_record_path(run: RunFolder, machine: str, first_rank: int) -> Path:
 
 
 def read_node_ranks(
-    run: RunFolder, now_unix_s: float, *, written_on: str | None = None
+    run: RunFolder, now_unix_s: float, *, of_host: str | None = None
 ) -> list[NodeRanks]:
-    """Return the hosts with recent rank records of the newest attempt; all, or those written on one host."""
-    if written_on is None:
+    """Return the hosts with recent rank records of the newest attempt; all, or one host."""
+    if of_host is None:
         paths = run.metrics.glob("ranks/*/from-*.json")
     else:
-        paths = node_record_path(run, written_on, 0).parent.glob("from-*.json")
+        paths = node_record_path(run, of_host, 0).parent.glob("from-*.json")
     recent = []
     for path in sorted(paths):
         node = _read_ranks(path)
@@ -88,7 +73,7 @@ def _read_ranks(path: Path) -> NodeRanks | None:
 
 
 class HostLogs(msgspec.Struct, frozen=True, kw_only=True):
-    """One host, its ranks, and the folder with their logs: an entry of ``logs/hosts.json``."""
+    """One host, its ranks, and the folder with their logs: a fact of the event "started"."""
 
     host: str
     first_rank: int
@@ -100,19 +85,11 @@ class HostLogs(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.folder}/rank-{rank}.log"
 
 
-def write_hosts(run: RunFolder, hosts: Iterable[HostLogs]) -> None:
-    """Record which host has which logs."""
-    write_atomically(run.logs / "hosts.json", msgspec.json.encode(list(hosts)).decode())
-
-
 def host_of(run: RunFolder, rank: int) -> HostLogs | None:
     """Return the host that has a rank's log; None if that is not recorded, or there is no such rank."""
-    decode = msgspec.json.Decoder(list[HostLogs]).decode
-    try:
-        hosts = untrusted.read_typed(run.logs / "hosts.json", decode)
-    except (OSError, untrusted.Unreadable):
-        return None
-    for host in hosts:
+    starts = [event for event in read_events(run) if event.name == "started"]
+    hosts = starts[-1].fact("hosts", list[HostLogs]) if starts else None
+    for host in hosts or ():
         if 0 <= rank - host.first_rank < host.ranks:
             return host
     return None

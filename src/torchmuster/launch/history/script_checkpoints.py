@@ -56,20 +56,6 @@ def read_script_checkpoints(metrics: Path) -> list[ScriptCheckpoint]:
     return newest_first
 
 
-def lost_saves(metrics: Path) -> list[int]:
-    """Return the steps whose saves failed, and which no later attempt saved."""
-    lost: set[int] = set()
-    for line in untrusted.read_json_lines(metrics / SAVES):
-        step = line.get("step")
-        if not isinstance(step, int):
-            continue
-        if line.get("problem"):
-            lost.add(step)
-        else:
-            lost.discard(step)
-    return sorted(lost)
-
-
 def saved_after(metrics: Path, since_unix_s: float) -> bool:
     """Return whether a complete checkpoint was recorded after a moment, such as a stop request."""
     for checkpoint in read_script_checkpoints(metrics):

@@ -1,7 +1,6 @@
 """One attempt: find the rendezvous address, start the ranks on these hosts, watch them, stop them, name the cause."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -15,7 +14,7 @@ from torchmuster.errors import Impossible, MachineLost
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
-from torchmuster.launch.history import node_records, run_state, script_metrics
+from torchmuster.launch.history import run_state, script_metrics
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
 from torchmuster.launch.launcher.rank_output import ShownOutput
@@ -91,7 +90,6 @@ class Attempt:
         except MachineLost:
             return await self.fail()
         session.on_phase("running")
-        await self._note_logs()
         self._hang_monitor = HangMonitor(
             hosts,
             self._run,
@@ -116,21 +114,6 @@ class Attempt:
                 hang_monitor.look()
                 if hang_monitor.must_end:
                     return await self.fail()
-
-    async def _note_logs(self) -> None:
-        """Record which host has which logs."""
-        logs, first_rank = [], 0
-        for host in self.hosts:
-            assert host.prepared is not None
-            folder, ranks = host.prepared.logs, host.prepared.ranks
-            logs.append(
-                node_records.HostLogs(
-                    host=host.name, first_rank=first_rank, ranks=ranks, folder=folder
-                )
-            )
-            first_rank += ranks
-        with contextlib.suppress(OSError):  # a full disk must not stop the run
-            await asyncio.to_thread(node_records.write_hosts, self._run, logs)
 
     def _describe(self) -> str:
         """Return the message that the ranks are alive or stopping, unless a hang was reported."""
@@ -170,30 +153,35 @@ class Attempt:
 
     async def _report_start(self, sizes: Sequence[int], address: RendezvousAddress) -> None:
         """Say and log what runs where."""
-        hosts = self.hosts
-        spread = [f"{host.name} {size}" for host, size in zip(hosts, sizes, strict=True)]
+        hosts, first_rank = self.hosts, 0
+        spread: list[str] = []
+        logs = []
+        for host, size in zip(hosts, sizes, strict=True):
+            assert host.prepared is not None
+            spread.append(f"{host.name} {size}")
+            folder = host.prepared.logs
+            logs.append(
+                {"host": host.name, "first_rank": first_rank, "ranks": size, "folder": folder}
+            )
+            first_rank += size
         if len(spread) > _HOSTS_SHOWN:
             spread = [f"on {len(spread):,} hosts"]
         devices: dict[str, list[str]] = {}
         for host in hosts[:_HOSTS_SHOWN]:
             assert host.prepared is not None
             devices[host.name] = list(host.prepared.devices)[:_DEVICES_NOTED]
-        facts: dict[str, Any] = {
-            "attempt": self.number,
-            "ranks": sum(sizes),
-            "hosts": spread,
-            "devices": devices,
-        }
+        facts: dict[str, Any] = {"attempt": self.number, "ranks": first_rank, "hosts": logs}
+        facts["devices"] = devices
         where = spread if self._session.is_many else devices[hosts[0].name]
-        text = f"{plural(sum(sizes), 'rank')} started: {', '.join(where)}"
+        text = f"{plural(first_rank, 'rank')} started: {', '.join(where)}"
+        if self._spec.spares:
+            facts["spares"] = [host.name for host in self._session.hosts.idle]
+            text += f"; spares: {name_several(facts['spares']) or 'none has joined'}"
+        await asyncio.to_thread(run_state.log_event, self._run, "started", what=text, **facts)
         if self.number == 0 or not self._session.is_many:
             text += f"; run {self._run.id}"
         if self.number == 0 and address.reason:
             text += f"; {address.reason}"
-        if self._spec.spares:
-            facts["spares"] = [host.name for host in self._session.hosts.idle]
-            text += f"; spares: {name_several(facts['spares']) or 'none has joined'}"
-        await asyncio.to_thread(run_state.log_event, self._run, "started", **facts)
         logger.info(text)
 
     # ---- ends
@@ -228,7 +216,7 @@ class Attempt:
             hang=hang,
         )
         if asked_elsewhere(hosts) is None and saved_by_ranks(hosts) is None:
-            await asyncio.to_thread(evidence.keep_failure, self._run, self.number, finding, ends)
+            await asyncio.to_thread(evidence.log_failure, self._run, self.number, finding, ends)
         return finding
 
     async def end(self, *, grace_s: float | None = None) -> None:

@@ -152,11 +152,11 @@ class ConnectedHost:
         await self.channel.send(protocol.Stop(attempt=self._attempt, grace_s=grace_s, why=why))
 
     async def start_sidecar(
-        self, program: str, on_message: Callable[[protocol.Relay], None], *, within_s: float
+        self, on_message: Callable[[protocol.Relay], None], *, within_s: float
     ) -> None:
         """Start a sidecar process next to the node agent; ``on_message`` gets its lines and its exit."""
         self._on_sidecar = on_message
-        message = protocol.Relay(program=program, token=self.part)
+        message = protocol.Relay(token=self.part)
         await self.ask(message, protocol.Done, within_s=within_s)
 
     def lose(self, why: str) -> None:

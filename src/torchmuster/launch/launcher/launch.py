@@ -15,7 +15,7 @@ from typing import Protocol
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch.history import run_state
-from torchmuster.launch.job import JobSpec
+from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher.console import Console, rank_text, show_findings
 from torchmuster.launch.launcher.run import JobOutcome, Result
@@ -69,7 +69,8 @@ async def _run_with_records(
 ) -> int:
     spec, run = task.spec, task.run_folder
     began_s = time.monotonic()
-    events = run_state.EventLog(run, job_uid=spec.job_uid)
+    shown = spec.typed if is_ours(spec.command) else spec.command
+    events = run_state.EventLog(run, command=shown)
     slurm_job = None
     if "SLURM_JOB_ID" in os.environ:
         from torchmuster.launch.schedulers.slurm.allocation import job_id
@@ -87,16 +88,13 @@ async def _run_with_records(
 
     with console:
         try:
-            with run_state.launcher_heartbeat_file(run.state), requests:
+            with run_state.launcher_heartbeat(run.job), requests:
                 logger.debug(f"run {run.id}")
                 outcome = await task.run(on_phase)
         except MusterError as error:
             findings = from_error(error)
             show_findings(findings)
-            from torchmuster.launch.history import evidence
-
-            evidence.keep_failure(run, len(evidence.read_failures(run)), findings[0], ())
-            events.ended("failed", error.exit_code, error.what)
+            events.ended("failed", error.exit_code, error.what, finding=findings[0])
             return error.exit_code
         except asyncio.CancelledError:  # Ctrl-C before the signal handlers were installed
             events.ended("stopped", ExitCode.INTERRUPTED, "stopped on request")
@@ -108,7 +106,6 @@ async def _run_with_records(
         resume = None
         if outcome.result is not Result.FINISHED:
             resume = await _how_to_resume(spec, run)
-            events.resume = resume.fix if resume is not None else ""
         code = _conclude(task, outcome, events, took_s, requests.cause)
         if resume is not None:
             show_findings([resume])
@@ -137,7 +134,7 @@ def _conclude(
     killed = outcome.killed.ranks if outcome.killed else ()
     if outcome.killed:
         kill = outcome.killed.finding
-        run_state.log_event(run, kill.name, what=kill.what, why=kill.why, fix=kill.fix)
+        run_state.log_event(run, run_state.RANKS_KILLED, what=kill.what, finding=kill.as_json())
         show_findings([kill])
     match outcome.result:
         case Result.FINISHED:
@@ -166,7 +163,7 @@ def _conclude(
         case Result.FAILED:
             finding = outcome.finding
             headline = outcome.words if finding is None else finding.what
-            events.ended("failed", ExitCode.FAILED, headline)
+            events.ended("failed", ExitCode.FAILED, headline, finding=finding)
             if finding is not None:
                 show_findings([finding])
             return ExitCode.FAILED

@@ -372,10 +372,14 @@ class Run:
     async def _note_restart(
         self, headline: str, from_step: int | None, noticed_unix_s: float
     ) -> None:
+        what = f"{headline.splitlines()[0]}; restarted"
+        if from_step is not None:
+            what += f" from step {from_step:,}"
         await asyncio.to_thread(
             run_state.log_event,
             self.run_folder,
             run_state.RESTART,
+            what=what,
             headline=headline,
             from_step=from_step,
             noticed_unix_s=noticed_unix_s,

@@ -3,15 +3,14 @@
 import asyncio
 import contextlib
 import signal
-import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from torchmuster.launch import protocol
-from torchmuster.launch.history import node_records
 from torchmuster.launch.history.script_metrics import RECORDED
 from torchmuster.launch.job import GRACE_VARIABLE
-from torchmuster.launch.node import failures, process_cleanup, stack_dump
+from torchmuster.launch.node import failures, process_cleanup, stack_dump, supervisor
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
 from torchmuster.launch.node.memory_evidence import MemoryPeaks, MemoryWatch
 from torchmuster.launch.node.ranks import NodeShare, RankExit, RankProcess, StoreProcess
@@ -55,7 +54,6 @@ class RunningAttempt:
         self._peaks = MemoryPeaks()
         self._heartbeats = HeartbeatReader(share.records, share.rank_numbers)
         self._metrics = MetricsReader(share.records, 0) if 0 in share.rank_numbers else None
-        self._run = node_records.seen_here(share.prepare.run, share.prepare.run_id)
         self._new_output = asyncio.Event()
         self._failed_first = False  # a rank failed before any request to stop
         self._stop_requested = False
@@ -91,15 +89,10 @@ class RunningAttempt:
         self._end_within(grace_s)
 
     def pass_on(self, name: str) -> None:
-        """Send a signal to the ranks, and only to them."""
-        for rank in self._ranks:
-            rank.send_signal(signal.Signals[name])
-
-    def warn(self, name: str) -> None:
-        """Send a scheduler's warning to the ranks that handle it; it would kill the others."""
+        """Send a signal, such as a scheduler's warning, to the ranks that handle it; it would kill the others."""
         number = signal.Signals[name]
         for rank in self._ranks:
-            if rank.handles(number):
+            if sys.platform != "linux" or rank.handles(number):
                 rank.send_signal(number)
 
     async def examine(self, message: protocol.DumpStacks) -> None:
@@ -230,7 +223,7 @@ class RunningAttempt:
             self._peaks.sample(rank.pid for rank in self._ranks if rank.is_alive)
             if time.monotonic() - sent_s > _HEARTBEATS_EVERY_S:
                 sent_s = time.monotonic()
-                process_cleanup.reap_orphans()
+                supervisor.reap_orphans()
                 await self._send_heartbeats()
                 await self._send_metrics()
             with contextlib.suppress(TimeoutError):
@@ -243,22 +236,10 @@ class RunningAttempt:
         stopping = self._stopping_now()
         if not heartbeats and stopping is None:
             return
-        attempt, run = self._share.start.attempt, self._run
-        message = protocol.Heartbeats(
-            attempt=attempt,
-            heartbeats=heartbeats,
-            kept=run is not None,
-            stopping=stopping,
+        attempt = self._share.start.attempt
+        await self._send(
+            protocol.Heartbeats(attempt=attempt, heartbeats=heartbeats, stopping=stopping)
         )
-        await self._send(message)
-        if heartbeats and run is not None:
-            await asyncio.to_thread(
-                node_records.write_node_ranks,
-                run,
-                host=socket.gethostname(),
-                attempt=attempt,
-                heartbeats=heartbeats,
-            )
 
     async def _send_metrics(self) -> None:
         """Send what rank 0 recorded, if it runs here."""
@@ -280,9 +261,7 @@ class RunningAttempt:
         # Then ranks that ended by our signals have not failed.
         stopped = bool(trouble) or (self._stop_requested and not self._failed_first)
         failing = [rank for rank in self._ranks if not (stopped and _ended_by_us(rank.exit))]
-        failed = failures.failures_of(
-            failing, share.records, self._memory, self._peaks, hosts=share.start.nodes
-        )
+        failed = failures.failures_of(failing, share.records, self._memory, self._peaks)
         words = list(trouble)
         if stopped and not failed and not trouble:
             words.append("the ranks were stopped by SIGTERM")

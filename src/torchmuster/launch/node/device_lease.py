@@ -1,7 +1,6 @@
 """The devices that a host provides for a run: chosen and claimed GPUs, or the CPU."""
 
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torchmuster.devices.model import Device, DeviceKind
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.visibility import STAGES, variables_for, visible
-from torchmuster.errors import DevicesBusy, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.launch import protocol
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.units import plural
@@ -41,22 +40,16 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
     """Choose and claim the devices that the launcher requested; raises what ``acquire`` raises."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu
-    claims = Claims.here(os.environ)
-    command = ["muster", *as_people_know_it(prepare.typed, prepare.command)]
-    try:
-        held = acquire_devices(
-            claims,
-            snapshot.take_snapshot_with_history,
-            _request(prepare),
-            environment=os.environ,
-            wait_s=prepare.wait_s,
-            on_wait=on_wait,
-            command=command,
-            run=prepare.run or "",
-        )
-    except DevicesBusy as error:
-        error.fix = _command_that_waits(prepare)
-        raise
+    held = acquire_devices(
+        Claims.here(os.environ),
+        snapshot.take_snapshot_with_history,
+        _request(prepare),
+        environment=os.environ,
+        wait_s=prepare.wait_s,
+        on_wait=on_wait,
+        command=["muster", *as_people_know_it(prepare.typed, prepare.command)],
+        run=prepare.run or "",
+    )
     return _gpus(prepare, held.decision, held)
 
 
@@ -66,11 +59,8 @@ def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
         return cpu
     node = snapshot.take_snapshot_with_history()
     claimed = Claims.here(os.environ).read(device.uuid for device in node.accelerators).blocking
-    try:
-        decision = choose_devices(node, _request(prepare), environment=os.environ, claims=claimed)
-    except DevicesBusy as error:
-        error.fix = _command_that_waits(prepare)
-        raise
+    request = _request(prepare)
+    decision = choose_devices(node, request, environment=os.environ, claims=claimed)
     return _gpus(prepare, decision, None)
 
 
@@ -94,16 +84,6 @@ def _gpus(
         reasons=(decision.reason, reason),
         held=held,
     )
-
-
-def _command_that_waits(prepare: protocol.Prepare) -> str:
-    """Return the command that the user typed, with ``--wait``."""
-    command = ["muster", *prepare.typed]
-    if prepare.gpu_ids:
-        command += ["--gpu-ids", ",".join(map(str, prepare.gpu_ids))]
-    elif prepare.ranks:
-        command += ["--num-gpus", str(prepare.ranks)]
-    return f"{shlex.join([*command, '--wait'])} …"
 
 
 def _cpu(prepare: protocol.Prepare) -> DeviceLease | None:

@@ -1,11 +1,9 @@
 """A node of a group other than the launcher's (schedulers/node_group.py): serve the launcher, and every later one."""
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from torchmuster.errors import ExitCode, MusterError
@@ -67,7 +65,7 @@ async def _serve(
 async def _connect(
     group: NodeGroup, root: Path, code: JoinCode, patience_s: float, say: Callable[[str], None]
 ) -> HostChannel | int:
-    """Return the connection to the launcher, or the exit code if the run is over or this process was asked to stop."""
+    """Return the connection to the launcher, or the exit code if the run is over."""
     # Thousands of nodes must not overload the name service and the disk while they wait.
     every_s = min(max(_LOOK_EVERY_S, group.nodes / 100), _LOOK_AT_LEAST_EVERY_S)
     connecting = asyncio.create_task(
@@ -80,47 +78,14 @@ async def _connect(
             longest_pause_s=every_s,
         )
     )
-    over: list[int] = []
-
-    def stop(exit_code: int) -> None:
-        over.append(exit_code)
-        connecting.cancel()
-
-    async def look() -> None:
-        while True:  # the launcher may have exited while this node was being replaced
-            await asyncio.sleep(every_s)
+    try:
+        while True:
+            await asyncio.wait({connecting}, timeout=every_s)
+            if connecting.done():
+                return connecting.result()
+            # The launcher may have exited while this node was being replaced.
             ended = await asyncio.to_thread(group.ended, root)
             if ended is not None:
-                stop(ended)
-
-    looking = asyncio.create_task(look())
-    try:
-        with _stopped_by_signals(stop):
-            channel = await connecting
-        if not over:
-            return channel
-        await channel.close()  # the signal came when the connection was complete
-        return over[0]
-    except asyncio.CancelledError:
-        if not over:
-            raise
-        return over[0]
+                return ended
     finally:
-        looking.cancel()
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(stop: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals explicitly: the first process of a container ignores those that it does not handle."""
-    loop = asyncio.get_running_loop()
-    codes = {
-        signal.SIGTERM: ExitCode.TERMINATED,
-        signal.SIGINT: ExitCode.INTERRUPTED,
-    }
-    for number, exit_code in codes.items():
-        loop.add_signal_handler(number, stop, exit_code)
-    try:
-        yield
-    finally:
-        for number in codes:
-            loop.remove_signal_handler(number)
+        connecting.cancel()

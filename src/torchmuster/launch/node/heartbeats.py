@@ -1,7 +1,8 @@
 """The heartbeats of a host's ranks: each rank's own record, and process information from the system."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,60 +45,25 @@ def look_at_process(pid: int) -> Stat | None:
         process = psutil.Process(pid)
         with process.oneshot():
             state = _LETTERS.get(process.status(), "")
-            cpu_s = sum(process.cpu_times()[:_CPU_TIMES])
-            return Stat(state, process.ppid(), cpu_s, process.memory_info().rss)
+            return Stat(state, process.ppid(), _cpu_s(process), process.memory_info().rss)
     except (psutil.Error, OSError):
         return None
 
 
-def children_stats(pids: Iterable[int]) -> dict[int, float]:
-    """Return the CPU time of the running descendants of each process."""
-    below = dict.fromkeys(pids, 0.0)
-    parents: dict[int, int] = {}
-    used_s: dict[int, float] = {}
-    for process in psutil.process_iter(["ppid", "cpu_times"]):
-        parents[process.pid] = process.info["ppid"] or 0
-        used_s[process.pid] = sum((process.info["cpu_times"] or ())[:_CPU_TIMES])
-    for pid in used_s.keys() - below.keys():
-        above = parents[pid]
-        while above and above not in below:
-            above = parents.get(above, 0)
-        if above:
-            below[above] += used_s[pid]
-    return below
+def cpu_s_with_children(pid: int) -> float:
+    """Return the CPU time of a process and of its running descendants; 0 for one that is gone."""
+    used_s = 0.0
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        used_s += _cpu_s(process)
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                used_s += _cpu_s(child)
+    return used_s
 
 
-class Load:
-    """How many CPUs the ranks and their children use, between two samples.
-
-    Finding all children means reading every process of the host, so this is done only for the given
-    ranks: those that make no progress.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._before: dict[int, tuple[float, float, float | None]] = {}
-
-    def take(
-        self, stats: Mapping[int, Stat | None], *, with_children: Iterable[int]
-    ) -> dict[int, float]:
-        """Return the CPUs used since the last sample, by process; empty for the first sample."""
-        pids = [pid for pid in with_children if stats.get(pid) is not None]
-        below = children_stats(pids) if pids else {}
-        now, busy = self._clock(), {}
-        for pid, stat in stats.items():
-            if stat is None:
-                continue
-            children_s = below.get(pid)
-            if pid in self._before:
-                then, own_s, then_children_s = self._before[pid]
-                used_s = stat.cpu_s - own_s
-                if children_s is not None and then_children_s is not None:
-                    used_s += children_s - then_children_s
-                # The CPU time of a child that exited since then is lost, or added to its parent.
-                busy[pid] = round(max(0.0, used_s) / max(now - then, 0.001), 3)
-            self._before[pid] = (now, stat.cpu_s, children_s)
-        return busy
+def _cpu_s(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:_CPU_TIMES]))
 
 
 class HeartbeatReader:
@@ -113,30 +79,48 @@ class HeartbeatReader:
         self._clock = clock
         self._beats: dict[int, tuple[int, float]] = {}  # by process: the last value, and since when
         self._moves: dict[int, tuple[int, float]] = {}
-        self._load = Load(clock)
+        self._cpu: dict[int, tuple[float, float]] = {}  # by process: when, and its CPU time
 
     def read(self) -> tuple[Heartbeat, ...]:
         """Return the newest heartbeat of every rank that has one."""
-        heartbeats = [
-            heartbeat for path in self._paths if (heartbeat := _read_one_rank(path)) is not None
-        ]
-        stats = {heartbeat.pid: look_at_process(heartbeat.pid) for heartbeat in heartbeats}
-        still = [
-            beat.pid
-            for beat in heartbeats
-            if self._unchanged_s(self._moves, beat.pid, beat.moves) >= _STILL_S
-        ]
-        busy = self._load.take(stats, with_children=still)
-        return tuple(
-            msgspec.structs.replace(
-                heartbeat,
-                state=GONE if (stat := stats[heartbeat.pid]) is None else stat.state,
-                busy=busy.get(heartbeat.pid),
-                memory_bytes=None if stat is None else stat.memory_bytes,
-                silent_s=round(self._unchanged_s(self._beats, heartbeat.pid, heartbeat.beat), 1),
-            )
-            for heartbeat in heartbeats
+        heartbeats = []
+        for path in self._paths:
+            heartbeat = _read_one_rank(path)
+            if heartbeat is not None:
+                heartbeats.append(self._with_process(heartbeat))
+        return tuple(heartbeats)
+
+    def _with_process(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Return a heartbeat with what the system knows of the process."""
+        pid = heartbeat.pid
+        stat = look_at_process(pid)
+        is_still = self._unchanged_s(self._moves, pid, heartbeat.moves) >= _STILL_S
+        busy = None
+        if is_still and stat is not None:
+            busy = self._processors_used(pid)
+        else:
+            self._cpu.pop(pid, None)
+        return msgspec.structs.replace(
+            heartbeat,
+            state=GONE if stat is None else stat.state,
+            busy=busy,
+            memory_bytes=None if stat is None else stat.memory_bytes,
+            silent_s=round(self._unchanged_s(self._beats, pid, heartbeat.beat), 1),
         )
+
+    def _processors_used(self, pid: int) -> float | None:
+        """Return how many CPUs a process and its children have used since the last call; None for the first one.
+
+        To find the children means reading every process of the host, so this is asked only of ranks that stand still.
+        """
+        now, used_s = self._clock(), cpu_s_with_children(pid)
+        before = self._cpu.get(pid)
+        self._cpu[pid] = (now, used_s)
+        if before is None:
+            return None
+        then, before_s = before
+        # The CPU time of a child that exited since then is lost, or added to its parent.
+        return round(max(0.0, used_s - before_s) / max(now - then, 0.001), 3)
 
     def _unchanged_s(self, known: dict[int, tuple[int, float]], pid: int, count: int) -> float:
         """Return how long a process has reported the same number."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -88,16 +89,8 @@ class NodeAgent:
 
     async def run(self) -> int:
         """Serve the launcher until the run is over or the launcher is gone."""
-        loop = asyncio.get_running_loop()
-        over = loop.create_future()
-        for name in ("SIGTERM", "SIGHUP", "SIGINT"):
-            with contextlib.suppress(NotImplementedError, AttributeError):
-                number = getattr(signal, name)
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    loop.add_signal_handler(number, self._signalled, over, name)
-        for name in ("SIGUSR1", "SIGUSR2"):
-            with contextlib.suppress(NotImplementedError, AttributeError):
-                loop.add_signal_handler(getattr(signal, name), self._warned, name)
+        over = asyncio.get_running_loop().create_future()
+        handled = self._handle_signals(over)
         background = [
             asyncio.create_task(self._say_alive()),
             asyncio.create_task(self._notice_silence(over)),
@@ -111,6 +104,24 @@ class NodeAgent:
             for task in background:
                 task.cancel()
             await self._end_all()
+            for number in handled:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _handle_signals(self, over: "asyncio.Future[int]") -> list[int]:
+        """Handle the signals to this process; return those that are handled."""
+        loop = asyncio.get_running_loop()
+        handled = []
+        for name in ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2"):
+            number = getattr(signal, name, None)
+            if number is None or signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
+                continue
+            with contextlib.suppress(NotImplementedError):  # Windows
+                if name in ("SIGUSR1", "SIGUSR2"):
+                    loop.add_signal_handler(number, self._pass_warning_on, name)
+                else:
+                    loop.add_signal_handler(number, self._signalled, over, name)
+                handled.append(number)
+        return handled
 
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
         self.signalled = True
@@ -123,10 +134,10 @@ class NodeAgent:
             self._ending = True
             self._do(self._end_with_grace(self._running, over, name))
 
-    def _warned(self, name: str) -> None:
+    def _pass_warning_on(self, name: str) -> None:
         """Forward a warning that a scheduler sent to this process (Slurm's --signal without B:)."""
         if self._running is not None:
-            self._running.warn(name)
+            self._running.pass_on(name)
 
     async def _end_with_grace(
         self, running: RunningAttempt, over: "asyncio.Future[int]", name: str
@@ -182,8 +193,8 @@ class NodeAgent:
                     self._do(self._pass_on(message))
                 case protocol.DumpStacks():
                     self._do(self._dump_stacks(message))
-                case protocol.Relay() if message.program:
-                    self._do(self._start_sidecar(message))
+                case protocol.Relay() if message.token is not None:
+                    self._do(self._start_sidecar(message.token))
                 case protocol.Relay() if self._sidecar is not None:
                     self._sidecar.pass_on(message.text)
 
@@ -223,8 +234,9 @@ class NodeAgent:
             waiting = self._send(protocol.Alive(waiting_for=error.why or error.what))
             asyncio.run_coroutine_threadsafe(waiting, loop)
 
+        # Before the devices are claimed: if it fails, they stay free.
+        logs = await asyncio.to_thread(output.create_log_folder, message.run)
         held = await asyncio.to_thread(device_lease.lease_devices, message, on_wait)
-        logs = await asyncio.to_thread(output.create_log_folder, message.run, message.run_id)
         self._job = _AgentJob(prepare=message, holding=held, logs=logs)
         interfaces.check_socket_variables({**os.environ, **message.environment})
         await self._tell_prepared()
@@ -371,10 +383,10 @@ class NodeAgent:
             await self._running.examine(message)
         await self._send(protocol.Done(dumped_stacks=True))
 
-    async def _start_sidecar(self, message: protocol.Relay) -> None:
+    async def _start_sidecar(self, token: str) -> None:
         if self._sidecar is not None:
             await self._sidecar.end()
-        self._sidecar = await Sidecar.begin(message, self._send)
+        self._sidecar = await Sidecar.begin(token, self._folder, self._send)
         await self._send(protocol.Done())
 
     async def _say_alive(self) -> None:
@@ -431,7 +443,7 @@ def folder_of_node() -> Path:
     folder = os.environ.pop(supervisor.FOLDER_VARIABLE, None)
     if folder is not None:
         return Path(folder)
-    return supervisor.NodeFolder().path
+    return Path(tempfile.mkdtemp(prefix=supervisor.FOLDER_PREFIX))
 
 
 def trouble_of(error: MusterError) -> protocol.Trouble:

@@ -5,17 +5,14 @@ launcher does not take in time is left out on the console, and what the disk ref
 """
 
 import asyncio
-import codecs
 import contextlib
 import os
-import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchmuster.errors import Impossible
 from torchmuster.units import format_bytes
 
 _CHUNK = 64 * 1024
@@ -25,7 +22,6 @@ _LAST_BYTES = 8 * 1024
 _LAST_LINES = 30
 # A progress bar rewrites its line with carriage returns for minutes: it is shown this often.
 _PROGRESS_EVERY_S = 2.0
-_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")  # it comes from the launcher
 
 
 class RankLog:
@@ -89,13 +85,11 @@ class RankLog:
         if end:
             self._shown_s = time.monotonic()
             return piece[:end], end
-        if len(piece) == _CHUNK:  # a line without an end
-            end = _whole_letters(piece)
-        elif last:
-            end = len(piece)
-        else:
-            return self._progress(piece)
-        return piece[:end] + b"\n" if end else b"", end
+        if not piece:
+            return b"", 0
+        if last or len(piece) == _CHUNK:  # a line without an end
+            return piece + b"\n", len(piece)
+        return self._progress(piece)
 
     def _progress(self, line: bytes) -> tuple[bytes, int]:
         """Return the newest state of a line that is rewritten, from time to time."""
@@ -166,13 +160,6 @@ class RankLog:
                 self._pass_on(f"torchmuster: cannot write {self.log}: {self._trouble}\n".encode())
 
 
-def _whole_letters(data: bytes) -> int:
-    """Return the number of bytes before an incomplete character at the end."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    decoder.decode(data)
-    return len(data) - len(decoder.getstate()[0])
-
-
 def _keep_head_and_tail(log: int, limit_bytes: int) -> None:
     """Shorten a log: a quarter of the limit stays at the beginning, and a quarter at the end."""
     size = os.fstat(log).st_size
@@ -183,27 +170,15 @@ def _keep_head_and_tail(log: int, limit_bytes: int) -> None:
     os.write(log, note.encode() + tail)
 
 
-def create_log_folder(run: str | None, run_id: str) -> Path:
+def create_log_folder(run: str | None) -> Path:
     """Return the folder of the logs: ``logs`` in the run folder as this host sees it.
 
-    On a shared file system that is one folder for all hosts. Where the run folder cannot be created, the logs go below the
-    system's folder for temporary files.
+    On a shared file system that is one folder for all hosts. Where the run folder cannot be created, it is a new folder
+    for temporary files, which the launcher records for ``muster logs``.
     """
     if run is not None:
         logs = Path(run) / "logs"
-        try:
+        with contextlib.suppress(OSError):
             logs.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            pass
-        else:
             return logs
-    if not _RUN_ID.fullmatch(run_id):
-        raise Impossible(f"{run_id!r} is not a valid run id, so its logs cannot be written")
-    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
-    root = Path(tempfile.gettempdir()) / f"torchmuster-logs-{user}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if hasattr(os, "getuid") and (root.is_symlink() or root.stat().st_uid != os.getuid()):
-        raise PermissionError(f"{root} belongs to another user")
-    logs = root / run_id
-    logs.mkdir(mode=0o700, exist_ok=True)
-    return logs
+    return Path(tempfile.mkdtemp(prefix="torchmuster-logs-"))

@@ -27,47 +27,22 @@ def end_attempt(token: str, *, within_s: float, keep_sessions: Collection[int] =
     """
     if sys.platform != "linux":
         return [process.pid for process in kill_processes(token, within_s=within_s)]
-    deadline_s = time.monotonic() + within_s
-    while True:
-        left = [process.pid for process in _below(keep_sessions) if process.state != "Z"]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not left or time.monotonic() > deadline_s:
-            reap_orphans()
-            return left
-        time.sleep(_LOOK_AGAIN_S)
+    return supervisor.kill_descendants(within_s, {os.getsid(0), *keep_sessions})
 
 
-def reap_orphans() -> None:
-    """Collect the exit codes of adopted processes. Children of this process lead their sessions, and are not touched."""
-    if sys.platform != "linux":
-        return
-    for process in _below(()):
-        is_own_zombie = process.state == "Z" and process.parent == os.getpid()
-        if is_own_zombie and process.pid != process.session:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
-
-
-def _below(keep_sessions: Collection[int]) -> list[supervisor.Process]:
-    own = {os.getsid(0), *keep_sessions}
-    return [
-        process for process in supervisor.descendants(os.getpid()) if process.session not in own
-    ]
-
-
-def processes_of(token: str, *, owner: int | None = None) -> list[psutil.Process]:
+def processes_of(
+    token: str, *, owner: int | None = None, variable: str = TOKEN_VARIABLE
+) -> list[psutil.Process]:
     """Return the running processes on this host that belong to a run, or to one node agent of it.
 
     A node agent's token is the run's token, a dot and the node index, so that two node agents on one host do
     not affect each other. A token that was read from a run folder is trusted only for processes of the folder's
-    ``owner``.
+    ``owner``. ``variable`` is where the token is in the environment.
     """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            theirs = process.environ().get(TOKEN_VARIABLE, "")
+            theirs = process.environ().get(variable, "")
             ours = theirs == token or theirs.startswith(f"{token}.")
             if owner is not None and process.uids().real != owner:
                 continue
@@ -84,12 +59,12 @@ def signal_processes(processes: Iterable[psutil.Process], number: signal.Signals
 
 
 def kill_processes(
-    token: str, *, within_s: float, owner: int | None = None
+    token: str, *, within_s: float, owner: int | None = None, variable: str = TOKEN_VARIABLE
 ) -> list[psutil.Process]:
     """Kill every process of a run; return those that are still alive after ``within_s``."""
     deadline = time.monotonic() + within_s
     while True:
-        left = processes_of(token, owner=owner)
+        left = processes_of(token, owner=owner, variable=variable)
         signal_processes(left, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left

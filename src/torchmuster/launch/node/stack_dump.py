@@ -61,23 +61,14 @@ def _evidence(
 def _without_python(records: Path, rank: RankProcess) -> str:
     """Return what is known of a rank in which no Python code can run."""
     stacks = _native_stacks(records, rank)
+    process = heartbeats.look_at_process(rank.pid)
     lines = [
         f"rank {rank.rank}, process {rank.pid}",
         "Python code cannot run in this process, so it did not answer",
-        of_this_system(rank.pid),
+        "its process is gone" if process is None else f"process state: {process.state}",
         f"its stacks, innermost call first:\n{stacks}" if stacks else "no stacks available",
     ]
     return "\n".join(lines)[:_LONGEST_STACKS]
-
-
-def of_this_system(pid: int) -> str:
-    """Return the system's information on a process: its state, and where it waits in the kernel."""
-    stat = heartbeats.look_at_process(pid)
-    if stat is None:
-        return "its process is gone"
-    kernel = _read(Path(f"/proc/{pid}/stack")).strip()  # only root may read it
-    waits_in = kernel or _read(Path(f"/proc/{pid}/wchan"))
-    return f"process state: {stat.state}\nin the kernel: {waits_in}"
 
 
 def _signal(rank: RankProcess) -> bool:

@@ -12,23 +12,22 @@ import os
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+from torchmuster.launch.rank.start import die_with
 
 # In the environment of a node agent and of all that it starts.
 SUPERVISOR_VARIABLE = "TORCHMUSTER_SUPERVISOR"
 FOLDER_VARIABLE = "TORCHMUSTER_NODE_FOLDER"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _KILL_WITHIN_S = 10.0
 _LOOK_AGAIN_S = 0.02
-_FOLDER_PREFIX = "torchmuster-node-"
-# A folder that is younger may not be locked yet.
-_OLD_S = 60.0
+FOLDER_PREFIX = "torchmuster-node-"  # of the temporary folder of a node agent
 _FORWARDED = ("SIGTERM", "SIGHUP")
 _LEFT_TO_THE_AGENT = ("SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -37,14 +36,6 @@ def adopt_orphans() -> None:
     """Become the parent of all descendants whose parents end (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when ``parent`` ends (Linux; elsewhere others clean up)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(137)
 
 
 def serve_below() -> None:
@@ -88,113 +79,72 @@ def descendants(root: int) -> list[Process]:
     return below
 
 
-def kill_descendants(within_s: float) -> bool:
-    """Kill everything below this process, again and again until nothing is left; return whether that succeeded."""
-    deadline_s = time.monotonic() + within_s
-    while left := descendants(os.getpid()):
-        if time.monotonic() > deadline_s:
-            return False
-        for process in left:
-            if process.state != "Z":
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(_LOOK_AGAIN_S)
-    return True
+def kill_descendants(within_s: float, keep_sessions: Collection[int] = ()) -> list[int]:
+    """Kill everything below this process, again and again until nothing is left; return what is alive after ``within_s``.
 
-
-class NodeFolder:
-    """The temporary folder of a node agent; it is removed with its supervisor.
-
-    It is locked while the supervisor lives. If that was killed, the next supervisor of the same user removes the folder.
+    Processes in the sessions ``keep_sessions`` belong to others.
     """
-
-    def __init__(self) -> None:
-        _remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-        self._lock = _lock(self.path)
-
-    def remove(self) -> None:
-        """Remove the folder and its files."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock a folder until the returned file is closed; ``None`` on systems without locks. Raises ``OSError`` if it is in use."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+    deadline_s = time.monotonic() + within_s
+    while True:
+        found = descendants(os.getpid())
+        left = [each for each in found if each.session not in keep_sessions and each.state != "Z"]
+        for process in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        if not left or time.monotonic() > deadline_s:
+            reap_orphans()
+            return [process.pid for process in left]
+        time.sleep(_LOOK_AGAIN_S)
 
 
-def _remove_abandoned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or of another user
-            found = folder.lstat()
-            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-            if is_own and time.time() - found.st_mtime > _OLD_S:
-                file = _lock(folder)
-                if file is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.close(file)
+def reap_orphans() -> None:
+    """Collect the exit codes of adopted processes (Linux). What this process starts
+    leads a session or is in its own, and is not touched.
+    """
+    if sys.platform != "linux":
+        return
+    for process in descendants(os.getpid()):
+        is_own_zombie = process.state == "Z" and process.parent == os.getpid()
+        if is_own_zombie and process.session not in (process.pid, os.getsid(0)):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def supervise(command: Sequence[str]) -> int:
     """Run a node agent; return its exit code when nothing that it started is alive."""
     adopt_orphans()
-    folder = NodeFolder()
-    mark = _new_mark()
-    environment = {**os.environ, SUPERVISOR_VARIABLE: mark, FOLDER_VARIABLE: str(folder.path)}
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+    mark = f"{os.getpid()}.{secrets.token_hex(8)}"
+    environment = {**os.environ, SUPERVISOR_VARIABLE: mark, FOLDER_VARIABLE: folder}
     agent = subprocess.Popen(command, env=environment)
-    _pass_signals_on(agent.send_signal)
+    _pass_signals_on(agent)
     code = agent.wait()
-    return _clean_up(code, mark, folder)
+    if sys.platform == "linux":
+        kill_descendants(_KILL_WITHIN_S)
+    else:
+        from torchmuster.launch.node import process_cleanup
+
+        process_cleanup.kill_processes(mark, within_s=_KILL_WITHIN_S, variable=SUPERVISOR_VARIABLE)
+    shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code  # as shells show it
 
 
 def continue_supervised() -> None:
-    """Go on in a child process, as a node agent; this process supervises it, and exits with its exit code.
+    """Go on as a node agent: in a child of this process, which supervises it and exits with its exit code.
 
-    For commands that are node agents themselves, before they start threads or an event loop.
+    For commands of ``muster`` that are node agents themselves, before they read their input: the child runs the same command.
     """
-    if not hasattr(os, "fork"):  # Windows: nobody supervises
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    folder = NodeFolder()
-    os.environ[SUPERVISOR_VARIABLE] = _new_mark()
-    os.environ[FOLDER_VARIABLE] = str(folder.path)
-    adopt_orphans()
-    agent = os.fork()
-    if agent == 0:
+    mark = os.environ.get(SUPERVISOR_VARIABLE, "")
+    if mark.partition(".")[0] == str(os.getppid()):
         serve_below()
-        return
-    _pass_signals_on(lambda number: os.kill(agent, number))
-    _, status = os.waitpid(agent, 0)
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(_clean_up(code, os.environ[SUPERVISOR_VARIABLE], folder))
+    else:
+        sys.exit(supervise([sys.executable, "-m", "torchmuster", *sys.argv[1:]]))
 
 
-def _new_mark() -> str:
-    """Return the value by which a node agent knows its supervisor, and others find its processes."""
-    return f"{os.getpid()}.{secrets.token_hex(8)}"
-
-
-def _pass_signals_on(send: Callable[[int], None]) -> None:
+def _pass_signals_on(agent: subprocess.Popen[bytes]) -> None:
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            send(number)
+            agent.send_signal(number)
 
     # A terminal and Slurm send the others to every process; the node agent decides. Not SIG_IGN, which children inherit.
     handlers = dict.fromkeys(_FORWARDED, forward) | dict.fromkeys(_LEFT_TO_THE_AGENT, _nothing)
@@ -206,36 +156,6 @@ def _pass_signals_on(send: Callable[[int], None]) -> None:
 
 def _nothing(_: int, __: object) -> None:
     """Do nothing at a signal."""
-
-
-def _clean_up(code: int, mark: str, folder: NodeFolder) -> int:
-    """Kill what a node agent has left; return its exit code as shells show it."""
-    if sys.platform == "linux":
-        kill_descendants(_KILL_WITHIN_S)
-    else:
-        _kill_marked(mark)
-    folder.remove()
-    return code if code >= 0 else 128 - code
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill the processes that have this supervisor's mark in their environment."""
-    import psutil
-
-    deadline_s = time.monotonic() + _KILL_WITHIN_S
-    while time.monotonic() < deadline_s:
-        left = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if (
-                    process.environ().get(SUPERVISOR_VARIABLE) == mark
-                    and process.pid != os.getpid()
-                ):
-                    left.append(process)
-                    process.kill()
-        if not left:
-            return
-        time.sleep(_LOOK_AGAIN_S)
 
 
 if __name__ == "__main__":

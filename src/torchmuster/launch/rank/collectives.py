@@ -31,29 +31,34 @@ class CollectiveProgress:
     worker: int | None
 
 
-def read_status() -> bytes:
-    """Return a value that changes whenever a collective starts or finishes; b"" if unknown."""
-    return b"\n".join(dump(includeCollectives=False) for dump in _recorders().values())
+@dataclass(frozen=True, kw_only=True)
+class CollectiveStatus:
+    """What the recorders count: ``count`` is the number of collectives of all groups, None if no recorder is on.
+
+    ``text`` changes whenever a collective starts or finishes; ``has_unfinished`` says that one has not finished.
+    """
+
+    text: bytes = b""
+    count: int | None = None
+    has_unfinished: bool = False
 
 
-def has_unfinished(status: bytes) -> bool:
-    """Return whether a status shows a collective that has not finished."""
-    for line in filter(None, status.split(b"\n")):
-        for group in json.loads(line).get("pg_status", {}).values():
-            if group.get("last_enqueued_collective") != group.get("last_completed_collective"):
-                return True
-    return False
-
-
-def count_collectives(status: bytes) -> int | None:
-    """Return how many collectives of all groups a status shows; None if no recorder is on."""
-    count, is_visible = 0, False
-    for line in filter(None, status.split(b"\n")):
-        content = json.loads(line)
+def read_status() -> CollectiveStatus:
+    """Count the collectives of this rank."""
+    texts = [dump(includeCollectives=False) for dump in _recorders().values()]
+    count, is_visible, has_unfinished = 0, False, False
+    for text in filter(None, texts):
+        content = json.loads(text)
         is_visible = is_visible or bool(content.get("pg_config"))
         for group in content.get("pg_status", {}).values():
-            count += max(0, int(group.get("last_enqueued_collective", 0)))
-    return count if is_visible or count else None
+            begun = group.get("last_enqueued_collective")
+            count += max(0, int(begun or 0))
+            has_unfinished |= begun != group.get("last_completed_collective")
+    return CollectiveStatus(
+        text=b"\n".join(texts),
+        count=count if is_visible or count else None,
+        has_unfinished=has_unfinished,
+    )
 
 
 def read_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:

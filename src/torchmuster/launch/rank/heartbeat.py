@@ -133,7 +133,9 @@ class HeartbeatWriter:
         progress = _reported_progress()
         step, phase = progress.get("step"), progress.get("phase", "")
         status = collectives.read_status()
-        is_stuck = self._notice_moves((status, step, phase), status, waiting=reading.waiting)
+        is_stuck = self._notice_moves(
+            (status.text, step, phase), reading.waiting or status.has_unfinished
+        )
         heartbeat = {
             "rank": self._rank,
             "pid": self._pid,
@@ -146,7 +148,7 @@ class HeartbeatWriter:
             "waiting": reading.waiting,
             "handles": handled_signals(),
             "groups": collectives.joined_groups(),
-            "collectives": collectives.count_collectives(status),
+            "collectives": status.count,
             "begun": self._begun,
             "waits": self._waits,
             "data_share": progress.get("data_share"),
@@ -161,7 +163,7 @@ class HeartbeatWriter:
             self._write_stacks()
             self._stacks_request.unlink()
 
-    def _notice_moves(self, seen: tuple[object, ...], status: bytes, *, waiting: bool) -> bool:
+    def _notice_moves(self, seen: tuple[object, ...], in_collective: bool) -> bool:
         """Count a change; return whether the rank stands still and its collectives are to be read."""
         now = time.monotonic()
         if seen != self._seen:
@@ -173,8 +175,7 @@ class HeartbeatWriter:
         if still_s < _STILL_AFTER_S or self._has_read:
             return False
         # Reading the collectives takes tens of milliseconds: once per standstill.
-        in_one = waiting or collectives.has_unfinished(status)
-        self._has_read = in_one or still_s >= _STILL_WITHOUT_ONE_AFTER_S
+        self._has_read = in_collective or still_s >= _STILL_WITHOUT_ONE_AFTER_S
         return self._has_read
 
     def _read_collectives(self) -> bool:

@@ -6,8 +6,7 @@ failures are reported whatever is installed on the host. It
 - is killed when its parent, the node agent, exits,
 - writes a record of an uncaught exception for the node agent,
 - sends the node agent a heartbeat every second,
-- records the steps, losses and checkpoints of a script that is not torchmuster's own,
-- refuses to run in a group whose world size differs from the launcher's.
+- records the steps, losses and checkpoints of a script that is not torchmuster's own.
 """
 
 import atexit
@@ -32,10 +31,8 @@ _rank_pid = 0
 # The attribute of an error that says when it was recorded. A reference to the error would keep its frames, and so the
 # tensors in them, alive.
 _RECORDED = "_torchmuster_recorded"
-_handled_errors = 0  # by the script; a new error raised from a handled one has its own time
 
 
-# A copy of node/supervisor.py's: this file runs by its path, with the standard library only.
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when ``parent`` exits (Linux; elsewhere the supervisor cleans up)."""
     if sys.platform == "linux":
@@ -56,11 +53,6 @@ def main() -> None:
     # This file runs by its path; who imports it in this process gets this module, which knows the rank.
     sys.modules.setdefault("torchmuster.launch.rank.start", sys.modules[__name__])
     faulthandler.enable()
-    if int(os.environ["WORLD_SIZE"]) != settings["world_size"]:
-        sys.exit(
-            f"this rank is in a group of {os.environ['WORLD_SIZE']} ranks, but the run has "
-            f"{settings['world_size']}; refusing to train with fewer ranks"
-        )
     atexit.register(_leave_group)
     _begin_heartbeat(rank, records)
     if not (settings["module"] and command[0].startswith("torchmuster.")):
@@ -88,32 +80,16 @@ def record_error(error: BaseException) -> None:
     """
     if _error_file is None or os.getpid() != _rank_pid:  # a forked child has its own errors
         return
-    records = [getattr(cause, _RECORDED, None) for cause in _chain(error)]
-    times = [record[1] for record in records if record is not None and record[0] == _handled_errors]
-    at_unix_s = min(times) if times else time.time()
+    at_unix_s = getattr(error, _RECORDED, time.time())
     with contextlib.suppress(Exception):  # a class may forbid it
-        setattr(error, _RECORDED, (_handled_errors, at_unix_s))
+        setattr(error, _RECORDED, at_unix_s)
     write_record(_error_file, {**_describe(error), "at_unix_s": at_unix_s})
 
 
 def forget_error() -> None:
     """Delete the record of an error that the script has handled."""
-    global _handled_errors
-    _handled_errors += 1
     if _error_file is not None and os.getpid() == _rank_pid:
         _error_file.unlink(missing_ok=True)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error with those that it was raised from, or while which was handled."""
-    chain: list[BaseException] = []
-    following: list[BaseException | None] = [error]
-    while following:
-        cause = following.pop()
-        if cause is not None and cause not in chain:
-            chain.append(cause)
-            following += [cause.__cause__, cause.__context__]
-    return chain
 
 
 def _leave_group() -> None:

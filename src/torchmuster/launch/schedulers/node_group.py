@@ -73,10 +73,11 @@ class NodeGroup:
     def ended(self, root: Path) -> int | None:
         """Return the exit code with which the run ended for good in this job; None if it did not."""
         run = self.earlier_run(root)
-        state = run_state.read_state(run) if run is not None else None
-        if state is None or not self.job_uid or state.job_uid != self.job_uid:
+        job = run_state.read_job(run) if run is not None else None
+        if run is None or job is None or not self.job_uid or job.job_uid != self.job_uid:
             return None
-        return state.exit_code if state.exit_code in FINAL else None
+        state = run_state.state_of(run, job)
+        return state.exit_code if state is not None and state.exit_code in FINAL else None
 
 
 def group_here(environment: Mapping[str, str]) -> NodeGroup | None:

@@ -80,9 +80,9 @@ class ActiveRuns:
     def _is_over(self, run: RunFolder, now_unix_s: float) -> bool:
         """Return whether a run is no longer exported; each ended run is read once."""
         try:
-            written = run.state.stat().st_mtime_ns
+            written = run.events.stat().st_mtime_ns
         except OSError:
-            return True  # its state is not written yet
+            return True  # nothing is logged yet
         if self._over.get(run.id) == written:
             return True
         state = run_state.read_state(run)
@@ -239,7 +239,7 @@ class Collector:
             yield from run.metrics.samples(now_unix_s)
             yield from rank_number(node_records.read_node_ranks(run.folder, now_unix_s), labels)
         machine = None if self._all_ranks else hostname
-        nodes = node_records.read_node_ranks(run.folder, now_unix_s, written_on=machine)
+        nodes = node_records.read_node_ranks(run.folder, now_unix_s, of_host=machine)
         yield from rank_samples(nodes, labels)
 
 

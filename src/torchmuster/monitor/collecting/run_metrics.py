@@ -117,7 +117,7 @@ class RunCourse:
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self._events = GrowingFile(run.path / run_state.EVENTS)
+        self._events = GrowingFile(run.events)
         self._forget()
 
     def _forget(self) -> None:

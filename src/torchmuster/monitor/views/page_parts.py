@@ -8,7 +8,6 @@ from pathlib import Path
 from torchmuster.checkpoints.foreign import Condition
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.heartbeat import Heartbeat
-from torchmuster.launch.history import run_record
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
@@ -144,7 +143,7 @@ def events_part(picture: RunPicture) -> str:
     rows = [
         (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at_unix_s)), harmless(text))
         for event in picture.events
-        if (text := run_record.event_text(event))
+        if (text := event.text)
     ]
     left_out = len(rows) - _MOST_EVENTS
     note = f'<p class="quiet">{left_out} earlier events not shown</p>' if left_out > 0 else ""

@@ -76,19 +76,12 @@ class RunPicture:
     spent_s: Mapping[str, float]  # in steps that count, by category, since the start
     curves: Mapping[str, LongCurve]  # by field, over steps
     ranks: Sequence[tuple[str, Heartbeat]]  # with their hosts
+    hang: str | None  # the reported hang of a run that is not over, in one line
     events: Sequence[run_state.RunEvent]  # the last of them
     alerts: Sequence[AlertNews]
     news: Sequence[AlertNews]  # since the last look
     checkpoint: ScriptCheckpoint | None = None  # the newest one of the user's own script
     condition: Condition | None = None  # of that checkpoint
-
-    @property
-    def hang(self) -> str | None:
-        """The reported hang of a run that is not over, in one line; None without one."""
-        hang = run_state.EventSummary.of(self.events).hang
-        if hang is None or self.is_over:
-            return None
-        return str(hang.facts.get("what", "the ranks hang"))
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +97,7 @@ class RunWatch:
         self._job = run_name(run)
         self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
         self._forget()
-        self._events_file = GrowingFile(run.path / run_state.EVENTS)
+        self._events_file = GrowingFile(run.events)
         self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
         self._watching = AlertWatch()
         self._complete: ScriptCheckpoint | None = None
@@ -164,6 +157,7 @@ class RunWatch:
                 ((node.host, heartbeat) for node in nodes for heartbeat in node.ranks),
                 key=lambda node: node[1].rank,
             ),
+            hang=state.hang.text if state and state.active and state.hang else None,
             events=tuple(self._events),
             # That a run has finished is news for a chat, and no alert where its phase is shown.
             alerts=[news for news in self._watching.raised if news.alert.name != RUN_FINISHED],

@@ -158,7 +158,8 @@ def _result(content: _Content) -> str:
     """Return the outcome and the most important figures."""
     picture, values = content.picture, content.picture.values
     first = [finding.what for finding in content.account.findings[:1]]
-    resumed = " since it was resumed" if content.account.record.was_resumed else ""
+    state = content.account.record.state
+    resumed = " since it was resumed" if state is not None and state.launches > 1 else ""
     parts = [f"duration {format_seconds(picture.lasts_s)}{resumed}"]
     if catalogue.STEPS in values:
         parts.append(f"{_steps(picture)} steps")

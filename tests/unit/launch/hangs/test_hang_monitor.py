@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import logging
 from collections.abc import Awaitable
 from pathlib import Path
@@ -16,7 +15,7 @@ from torchmuster.launch.hangs import monitor as hang_monitor_module
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.launch.hangs.monitor import HangMonitor, devices_of
-from torchmuster.launch.history import run_state
+from torchmuster.launch.history import evidence, run_state
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.runfolder import RunFolder, create_run_folder
 
@@ -133,14 +132,14 @@ def test_a_hang_is_told_examined_and_kept(
         assert channel.sent == [protocol.DumpStacks(ranks=(1, 0))]
     folder = it.run.hang / "1"
     assert sorted(one.name for one in folder.iterdir()) == [
-        "hang.json",
         "rank-0.stacks.txt",
         "rank-1.stacks.txt",
     ]
     assert (folder / "rank-1.stacks.txt").read_text() == "stack of 1 token=[redacted]"
-    told = json.loads((folder / "hang.json").read_text())["finding"]
-    assert told["name"] == "rank-elsewhere"
-    assert told["what"].startswith("rank 1 on b ")
+    (told,) = evidence.read_hangs(it.run)
+    assert told.folder == folder
+    assert told.finding.name == "rank-elsewhere"
+    assert told.finding.what.startswith("rank 1 on b ")
     (said,) = it.said
     assert said.replace(str(folder), "FOLDER") == snapshot
     assert [one.name for one in run_state.read_events(it.run)] == ["hang"]
