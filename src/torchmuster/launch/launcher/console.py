@@ -1,11 +1,13 @@
 """Print the ranks' lines on standard output and the launcher's own on standard error.
 
 Both also go to the run's console log. Lines are queued and written by threads, so a terminal that accepts no output blocks
-neither the launcher nor a rank.
+neither the launcher, nor a rank, nor the log.
 """
 
+import contextlib
 import logging
 import os
+import queue
 import re
 import select
 import sys
@@ -24,10 +26,10 @@ _logger = logging.getLogger(__name__)
 
 # Lines wait this long for equal lines of other ranks.
 WINDOW_S = 0.5
-# Lines that are queued at most; the rest is in the logs.
+# Lines of a window that are shown at most; the rest is in the logs.
 MOST_LINES = 1000
-# Every rank may show this many of them, so that one rank's flood does not hide another's error.
-_QUIET_LINES = 50
+# Texts that wait at most for a terminal that accepts none.
+_MOST_WAITING = 1000
 _LONGEST_LINE = 10_000
 _CLOSE_WITHIN_S = 2.0
 _PIECES_OF_A_LIST = 12
@@ -101,7 +103,6 @@ class LineMerger:
         self._lines: list[_Line] = []
         self._positions: dict[str, list[int]] = {}  # of equal lines
         self._last: dict[int, int] = {}  # the position of each rank's last line
-        self._new: Counter[int] = Counter()  # by rank: lines that no other rank wrote before
         self._withheld: Counter[int] = Counter()  # by rank
 
     @property
@@ -115,44 +116,34 @@ class LineMerger:
             return
         for line in text.removesuffix("\n").split("\n"):
             if not line.isprintable() or len(line) > _LONGEST_LINE:
-                line = self._made_plain(rank, line)
+                last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
+                line = printable(last_state[:_LONGEST_LINE], colour=self._colour)
+                if len(last_state) > _LONGEST_LINE:
+                    more = len(last_state) - _LONGEST_LINE
+                    line += f"… {more:,} more characters: see {self._logs}/rank-{rank}.log"
             self._add_line(rank, line)
 
-    def _made_plain(self, rank: int, line: str) -> str:
-        last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
-        more = len(last_state) - _LONGEST_LINE
-        shown = printable(last_state[:_LONGEST_LINE], colour=self._colour)
-        return f"{shown}… {more:,} more characters: see {self._log(rank)}" if more > 0 else shown
-
     def _add_line(self, rank: int, text: str) -> None:
-        if rank in self._withheld:  # else its lines would not be in order
-            self._withheld[rank] += 1
-            return
         prefix = _OWN_PREFIX.match(text)
         names_its_rank = prefix is not None and int(prefix[1]) == rank
         # A line that names its own rank is never merged with another rank's line.
         key = f"\0{rank}\0{text}" if names_its_rank else _LOG_TIME.sub("", text)
-        equal = self._positions.setdefault(key, [])
+        equal = self._positions.get(key, [])
         # Not with lines before this rank's last one, so that its order is kept.
         candidate = bisect_left(equal, self._last.get(rank, 0))
-        if candidate < len(equal):
-            position = equal[candidate]
-        elif self._is_flood(rank):
-            self._withheld[rank] = 1
+        is_new = candidate == len(equal)
+        if rank in self._withheld or (is_new and len(self._lines) >= MOST_LINES):
+            self._withheld[rank] += 1  # and all its later lines, to keep their order
             return
-        else:
-            position = len(self._lines)
-            equal.append(position)
+        if is_new:
+            self._positions.setdefault(key, []).append(len(self._lines))
             self._lines.append(_Line(text, names_its_rank))
-            self._new[rank] += 1
+            position = len(self._lines) - 1
+        else:
+            position = equal[candidate]
         times = self._lines[position].times
         times[rank] = times.get(rank, 0) + 1
         self._last[rank] = position
-
-    def _is_flood(self, rank: int) -> bool:
-        if self._new[rank] < _QUIET_LINES:
-            return len(self._lines) >= 2 * MOST_LINES
-        return len(self._lines) >= MOST_LINES
 
     def take(self) -> list[str]:
         """Return the lines to show, and begin anew."""
@@ -164,12 +155,8 @@ class LineMerger:
             for times, ranks in by_times.items():
                 shown.append(self._shown(line, ranks, times))
         if self._withheld:
-            count, ranks = self._withheld.total(), list(self._withheld)
-            lines = "line" if count == 1 else "lines"
-            if len(ranks) == 1:
-                shown.append(f"… {count:,} more {lines}: see {self._log(ranks[0])}")
-            else:
-                shown.append(f"… {count:,} more {lines} of {rank_text(ranks)}: see {self._logs}")
+            count, who = self._withheld.total(), rank_text(self._withheld)
+            shown.append(f"… {count:,} more lines of {who}: see {self._logs}")
         self._begin()
         return shown
 
@@ -179,72 +166,6 @@ class LineMerger:
             return text
         who = f"all {len(ranks)} ranks" if len(ranks) == self._world_size else rank_text(ranks)
         return f"[{who}] {text}" if text else f"[{who}]"
-
-    def _log(self, rank: int) -> str:
-        return f"{self._logs}/rank-{rank}.log"
-
-
-class _Writer:
-    """Writes to two streams in the order of the calls, in a thread."""
-
-    def __init__(self, ranks: TextIO, own: TextIO, *, logs: str, colour: bool = False) -> None:
-        self._ranks = ranks
-        self._own = own
-        self._logs = logs
-        self._colour = colour
-        self._merger = LineMerger(1, logs=logs, colour=colour)
-        self._ready: list[tuple[TextIO, str]] = []
-        self._closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._write_on, name="console", daemon=True)
-        ranks.flush()
-        own.flush()
-        self._thread.start()
-
-    def world(self, size: int) -> None:
-        with self._changed:
-            self._take()
-            self._merger = LineMerger(size, logs=self._logs, colour=self._colour)
-
-    def output(self, rank: int, text: str) -> None:
-        with self._changed:
-            was_empty = self._merger.is_empty
-            self._merger.add(rank, text)
-            if was_empty:
-                self._changed.notify_all()
-
-    def say(self, lines: Sequence[str]) -> None:
-        with self._changed:
-            self._take()
-            self._ready.append((self._own, "\n".join([*lines, ""])))
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Write the remaining lines; give up on a blocked terminal."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(_CLOSE_WITHIN_S)
-
-    def _take(self) -> None:
-        lines = self._merger.take()
-        if lines:
-            self._ready.append((self._ranks, "\n".join([*lines, ""])))
-
-    def _write_on(self) -> None:
-        closing = False
-        while not closing:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_urgent() or not self._merger.is_empty)
-                self._changed.wait_for(self._is_urgent, WINDOW_S)
-                closing = self._closing
-                self._take()
-                ready, self._ready = self._ready, []
-            for stream, text in ready:
-                _write(stream, text)
-
-    def _is_urgent(self) -> bool:
-        return self._closing or bool(self._ready)
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -301,7 +222,8 @@ class Console(logging.Handler):
 class TerminalConsole(Console):
     """Prints to the terminal and to the run's console log.
 
-    ``colour`` is for the ranks' lines (standard output), ``own_colour`` for the launcher's own.
+    One thread merges lines and writes the log, another one writes to the terminal, which may be paused. ``colour`` is for the
+    ranks' lines (standard output), ``own_colour`` for the launcher's own.
     """
 
     def __init__(
@@ -312,43 +234,98 @@ class TerminalConsole(Console):
         self._colour = colour
         self._own_colour = own_colour
         self._width = width
+        self._changed = threading.Condition()
+        self._closing = False
+        # What is written next: to the terminal and to the log. None: not to the terminal.
+        self._ready: list[tuple[TextIO | None, str]] = []
+        self._printed: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(_MOST_WAITING)
 
     def __enter__(self) -> Self:
-        logs = str(self._run.logs)
+        self._merger = self._new_merger(1)
+        self._ranks, self._own = sys.stdout, sys.stderr
+        self._ranks.flush()
+        self._own.flush()
         self._file = self._run.console.open("a", encoding="utf-8")
-        self._terminal = _Writer(sys.stdout, sys.stderr, logs=logs, colour=self._colour)
-        self._log = _Writer(self._file, self._file, logs=logs)
+        self._threads = []
+        for work in (self._work, self._print):
+            self._threads.append(threading.Thread(target=work, name="console", daemon=True))
+            self._threads[-1].start()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
+        """Write the remaining lines; give up on a blocked terminal."""
         super().__exit__(*error)
-        self._terminal.close()
-        self._log.close()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_CLOSE_WITHIN_S)
         self._file.close()
+
+    def _new_merger(self, world_size: int) -> LineMerger:
+        return LineMerger(world_size, logs=str(self._run.logs), colour=self._colour)
 
     def world(self, size: int) -> None:
         """Set the number of ranks."""
-        self._terminal.world(size)
-        self._log.world(size)
+        with self._changed:
+            self._take()
+            self._merger = self._new_merger(size)
 
     def output(self, rank: int, text: str) -> None:
         """Print whole lines that a rank wrote."""
-        self._terminal.output(rank, text)
-        self._log.output(rank, text)
+        with self._changed:
+            was_empty = self._merger.is_empty
+            self._merger.add(rank, text)
+            if was_empty:
+                self._changed.notify_all()
 
     def say(self, text: str, *, in_log_only: bool = False) -> None:
         """Print a message of the launcher, or only add it to the run's console log."""
-        lines = [f"muster: {printable(line, colour=False)}" for line in text.splitlines()]
-        self._log.say(lines)
-        if not in_log_only:
-            self._terminal.say(lines)
+        lines = [f"muster: {printable(line, colour=False)}\n" for line in text.splitlines()]
+        self._put("".join(lines), in_log_only=in_log_only)
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Print findings with cause and fix."""
-        plain = render(findings, width=self._width)
-        coloured = render(findings, width=self._width, colour=self._own_colour)
-        self._log.say(plain.splitlines())
-        self._terminal.say(coloured.splitlines())
+        text = render(findings, width=self._width, colour=self._own_colour)
+        self._put(text.rstrip("\n") + "\n")
+
+    def _put(self, text: str, *, in_log_only: bool = False) -> None:
+        with self._changed:
+            self._take()
+            self._ready.append((None if in_log_only else self._own, text))
+            self._changed.notify_all()
+
+    def _take(self) -> None:
+        lines = self._merger.take()
+        if lines:
+            self._ready.append((self._ranks, "\n".join([*lines, ""])))
+
+    def _is_urgent(self) -> bool:
+        return self._closing or bool(self._ready)
+
+    def _work(self) -> None:
+        closing = False
+        while not closing:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_urgent() or not self._merger.is_empty)
+                self._changed.wait_for(self._is_urgent, WINDOW_S)
+                closing = self._closing
+                self._take()
+                ready, self._ready = self._ready, []
+            for stream, text in ready:
+                if stream is not None:
+                    with contextlib.suppress(queue.Full):  # the log has it
+                        self._printed.put_nowait((stream, text))
+                _write(self._file, _COLOUR.sub("", text))
+        with contextlib.suppress(queue.Full):
+            self._printed.put_nowait(None)
+
+    def _print(self) -> None:
+        while True:
+            item = self._printed.get()
+            if item is None:
+                return
+            _write(*item)
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
