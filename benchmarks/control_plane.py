@@ -378,7 +378,6 @@ def allocation(hosts: int) -> Allocation:
         job="1",
         nodes=tuple(f"node{index:05d}" for index in range(hosts)),
         gpus_per_node=None,
-        cores=None,
         tasks_per_node=None,
         copies=1,
         restarts=0,

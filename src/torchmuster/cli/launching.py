@@ -214,14 +214,13 @@ def _run_job(options: RunControl, spec: JobSpec, transport: Transport, folder: R
     from torchmuster.launch.launcher.run import Run
 
     console = jobs.console_for(folder)
-    task = Run(spec, transport, console, folder)
     if options.webhook is None:
-        return run_task(task, console)
-    from torchmuster.launch.launcher.webhook import RunWebhook
+        return run_task(Run(spec, transport, console, folder), console)
+    from torchmuster.launch.launcher.webhook import Webhook
 
-    webhook = RunWebhook(options.webhook, folder, spec.name)
-    with webhook:
-        code = run_task(task, console, on_phase=webhook.on_phase)
+    webhook = Webhook(options.webhook, folder, spec.name)
+    code = run_task(Run(spec, transport, console, folder, webhook), console, webhook=webhook)
+    webhook.close()
     if webhook.problem:
         with contextlib.suppress(OSError), folder.console.open("a", encoding="utf-8") as log:
             log.write(f"muster: {webhook.problem}\n")

@@ -59,8 +59,6 @@ def transport_inside(spec: JobSpec) -> Transport | None:
     if here is None:
         return None
     allocation.check_counts(here, spec)
-    if warning := allocation.few_cores(here, spec):
-        output.show_findings([warning], sys.stderr)
     # The host name of a container may differ from the name of the node.
     if here.nodes in ((socket.gethostname(),), (os.environ.get("SLURMD_NODENAME"),)):
         return None  # the job has only this node

@@ -195,7 +195,7 @@ class GroupCheck:
         session = self._session
         session.on_phase = on_phase
         began_s = time.monotonic()
-        outcome = JobOutcome(result=Result.STOPPED)
+        outcome = JobOutcome(result=Result.STOPPED, headline="the check was stopped")
         try:
             on_phase("joining")
             await self._transport.open(session.hosts.arrive)
@@ -215,7 +215,8 @@ class GroupCheck:
             self.result = self._result(absent, time.monotonic() - began_s)
             failed = exit_code(self.result.findings)
             result = Result.FAILED if failed else Result.FINISHED
-            outcome = JobOutcome(result=result, words=headline(self.result))
+            text = headline(self.result)
+            outcome = JobOutcome(result=result, headline=text, is_reported=True)
         except MusterError as error:  # the transport failed as a whole
             self._findings += from_error(error)
             self.result = self._result({}, time.monotonic() - began_s)
@@ -224,8 +225,7 @@ class GroupCheck:
             if session.attempt is not None:
                 await session.attempt.end()
         finally:
-            code, _ = outcome.for_joined_hosts()
-            await session.leave(code, outcome.words or "the check has finished")
+            await session.leave(outcome.exit_code, outcome.headline)
         return outcome
 
     # ---- each host, and the links between them

@@ -116,14 +116,6 @@ def test_the_traceback_of_a_rank_that_fails_is_not_shown(ranks: Ranks, text: str
     assert ranks.shown == [(1, "step 1\n")]
 
 
-def test_the_traceback_of_a_rank_that_goes_on_is_shown(ranks: Ranks) -> None:
-    ranks.filter.add(1, f"{TRACEBACK}caught it, step 2\n")
-    ranks.wait(1)
-    assert ranks.shown == []
-    ranks.wait(3)
-    assert ranks.shown == [(1, f"{TRACEBACK}caught it, step 2\n")]
-
-
 def test_a_traceback_without_a_failure_is_shown_after_a_while_and_at_the_end(ranks: Ranks) -> None:
     ranks.filter.add(0, TRACEBACK)
     ranks.wait(11)

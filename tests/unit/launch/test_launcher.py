@@ -90,7 +90,7 @@ class LongTask:
         async with asyncio.timeout(GIVE_UP_S):
             while not state.stat().st_mtime:
                 await asyncio.sleep(0.01)
-        return JobOutcome(result=Result.FINISHED, words="seen")
+        return JobOutcome(result=Result.FINISHED, headline="seen")
 
 
 def test_as_long_as_it_lives_it_is_heard_of(

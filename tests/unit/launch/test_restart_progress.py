@@ -1,6 +1,5 @@
 """Where a training stands is read from its folder; whatever cannot be read is not known."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.restart import TrainingProgress, read_training_progress
 from torchmuster.runfolder import create_run_folder
 
+NOTHING = TrainingProgress()
 SCRIPT = JobSpec(name="x", command=("x.py",), folder="/")
 
 
@@ -38,23 +38,21 @@ def save(folder: Path, step: int) -> str:
 
 def test_a_program_that_does_not_save_is_not_looked_into(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    (tmp_path / "steps.jsonl").write_text('{"step": 24}\n')
     ours = replace(SCRIPT, command=("torchmuster.worker",), module=True)
-    assert read_training_progress(ours, tmp_path, since_unix_s=0.0) == TrainingProgress()
+    assert read_training_progress(ours, tmp_path, NOTHING) == TrainingProgress()
 
 
 def test_of_a_script_what_its_rank_recorded_counts(tmp_path: Path) -> None:
     run = create_run_folder(tmp_path, "x")
-    (run.metrics / "steps.jsonl").write_text('{"step": 24}\n')
 
     def look() -> TrainingProgress:
-        return read_training_progress(SCRIPT, run.metrics, since_unix_s=0.0)
+        return read_training_progress(SCRIPT, run.metrics, NOTHING)
 
-    assert (look().checkpoint, look().saved, look().reached) == (None, None, 24)
+    assert (look().checkpoint, look().saved) == (None, None)
     last = torch_file(tmp_path / "last.pt")
     record(run, last, 10, library="torch.save", at_unix_s=1000.0)
     first = look()
-    assert (first.saved, first.reached) == (10, 24)
+    assert first.saved == 10
     record(run, last, 20, library="torch.save", at_unix_s=1001.0)
     second = look()
     assert second.saved == 20
@@ -64,38 +62,18 @@ def test_of_a_script_what_its_rank_recorded_counts(tmp_path: Path) -> None:
     assert look().resume is not None
 
 
-def test_the_newest_checkpoint_and_the_last_whole_line_count(tmp_path: Path) -> None:
+def test_the_newest_committed_checkpoint_counts(tmp_path: Path) -> None:
     save(tmp_path, 10)
     name = save(tmp_path, 20)
     (tmp_path / "checkpoints" / manifest.new_name(30)).mkdir()  # not committed
-    steps = tmp_path / "steps.jsonl"
-    steps.write_text('{"step": 23}\n{"step": 24, "loss": 1.5}\n{"step": 2')
-    found = read_training_progress(saves(tmp_path), tmp_path, since_unix_s=0.0)
-    assert found == TrainingProgress(checkpoint=name, saved=20, global_batch_size=64, reached=24)
-
-
-def test_steps_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
-    steps = tmp_path / "steps.jsonl"
-    steps.write_text('{"step": 24}\n')
-    os.utime(steps, (1000.0, 1000.0))
-    assert read_training_progress(saves(tmp_path), tmp_path, since_unix_s=1001.0).reached is None
-    assert read_training_progress(saves(tmp_path), tmp_path, since_unix_s=999.0).reached == 24
-
-
-def test_a_place_that_cannot_be_read_is_not_known(tmp_path: Path) -> None:
-    nowhere = replace(SCRIPT, checkpoints="no-such-protocol://bucket/run")
-    assert read_training_progress(nowhere, tmp_path, since_unix_s=0.0) == TrainingProgress()
+    found = read_training_progress(saves(tmp_path), tmp_path, NOTHING)
+    assert found == TrainingProgress(checkpoint=name, saved=20, global_batch_size=64)
 
 
 def test_what_was_known_of_checkpoints_stays_true_while_they_cannot_be_read(tmp_path: Path) -> None:
     """Else the next look would take an old checkpoint for a newer one, and restarts had no end."""
-    known = TrainingProgress(
-        checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64, reached=24
-    )
+    known = TrainingProgress(checkpoint="step-00000020-aaaa", saved=20, global_batch_size=64)
     nowhere = replace(SCRIPT, checkpoints="no-such-protocol://bucket/run")
-    found = read_training_progress(nowhere, tmp_path, since_unix_s=0.0, known=known)
-    assert found == replace(known, reached=None)
-    assert (
-        read_training_progress(saves(tmp_path), tmp_path, since_unix_s=0.0, known=known)
-        == TrainingProgress()
-    )
+    assert read_training_progress(nowhere, tmp_path, known) == known
+    assert read_training_progress(nowhere, tmp_path, NOTHING) == NOTHING
+    assert read_training_progress(saves(tmp_path), tmp_path, known) == NOTHING

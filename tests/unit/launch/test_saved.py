@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.launch import protocol
 from torchmuster.launch.launcher.stopping import (
@@ -53,10 +52,8 @@ def test_ranks_that_saved_say_so(machines: list[Any]) -> None:
     assert saved_by_ranks(machines) == Saved(text=WORDS)
 
 
-def test_a_script_that_ends_with_the_code_needs_no_words(snapshot: SnapshotAssertion) -> None:
-    saved = saved_by_ranks([machine(rank(0, 75))])
-    assert saved is not None
-    assert saved.text == snapshot
+def test_a_script_that_ends_with_the_code_needs_no_words() -> None:
+    assert saved_by_ranks([machine(rank(0, 75))]) == Saved(text="saved after a stop request")
 
 
 @pytest.mark.parametrize(
@@ -75,14 +72,12 @@ def test_nothing_else_is_taken_for_it(machines: list[Any]) -> None:
     assert saved_by_ranks(machines) is None
 
 
-def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_warning_ends_ranks_that_cannot_hear_it_yet_which_is_no_failure() -> None:
     starting = [machine(rank(0, -10)), machine(rank(1, 138), rank(2, -15))]
     stopped = saved_by_ranks(starting, warned=True)
     assert stopped is not None
     assert not stopped.is_new
-    assert stopped.text == snapshot
+    assert "nothing new to save" in stopped.text
     # Nobody warned them, or they do not know how to save.
     assert saved_by_ranks(starting) is None
     late = [machine(rank(0, -10), rank(1, 75, WORDS))]

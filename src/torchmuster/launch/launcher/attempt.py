@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchmuster.errors import Impossible, MachineLost
+from torchmuster.errors import MachineLost
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.monitor import HangMonitor
@@ -35,7 +35,6 @@ _END_WITHIN_S = 8.0
 # Ranks of muster train cannot save together without the ranks of a lost host: before another host replaces it, they get this long.
 _TAKEOVER_GRACE_S = 2.0
 _HOSTS_SHOWN = 16
-_DEVICES_NOTED = 16  # of each of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,6 @@ class Attempt:
         self.hosts = hosts
         self.number = number
         self.noticed_unix_s = 0.0  # when its failure was noticed
-        self.error = ""  # of that failure
         self._session = session
         self._spec = session.spec
         self._run = session.run_folder
@@ -84,9 +82,9 @@ class Attempt:
             async with self._waiting.reporting(
                 lambda: "checking that all hosts reach the first one"
             ):
-                choosing = choose_rendezvous_address(self._spec, hosts, before=session.address)
-                session.address = await self._waiting.unless_stopped(choosing)
-            await self._start(session.address)
+                choosing = choose_rendezvous_address(self._spec, hosts)
+                address = await self._waiting.unless_stopped(choosing)
+            await self._start(address)
         except MachineLost:
             return await self.fail()
         session.on_phase("running")
@@ -153,33 +151,32 @@ class Attempt:
 
     async def _report_start(self, sizes: Sequence[int], address: RendezvousAddress) -> None:
         """Say and log what runs where."""
-        hosts, first_rank = self.hosts, 0
+        first_rank = 0
         spread: list[str] = []
-        logs = []
-        for host, size in zip(hosts, sizes, strict=True):
+        hosts = []
+        devices: dict[str, list[str]] = {}
+        for host, size in zip(self.hosts, sizes, strict=True):
             assert host.prepared is not None
             spread.append(f"{host.name} {size}")
-            folder = host.prepared.logs
-            logs.append(
-                {"host": host.name, "first_rank": first_rank, "ranks": size, "folder": folder}
+            logs = host.prepared.logs
+            hosts.append(
+                {"host": host.name, "first_rank": first_rank, "ranks": size, "folder": logs}
             )
             first_rank += size
-        if len(spread) > _HOSTS_SHOWN:
-            spread = [f"on {len(spread):,} hosts"]
-        devices: dict[str, list[str]] = {}
-        for host in hosts[:_HOSTS_SHOWN]:
-            assert host.prepared is not None
-            devices[host.name] = list(host.prepared.devices)[:_DEVICES_NOTED]
-        facts: dict[str, Any] = {"attempt": self.number, "ranks": first_rank, "hosts": logs}
-        facts["devices"] = devices
-        where = spread if self._session.is_many else devices[hosts[0].name]
+            if len(devices) < _HOSTS_SHOWN:
+                devices[host.name] = list(host.prepared.devices)
+        where = spread if self._session.is_many else devices[self.hosts[0].name]
+        if len(where) > _HOSTS_SHOWN and self._session.is_many:
+            where = [f"on {len(spread):,} hosts"]
         text = f"{plural(first_rank, 'rank')} started: {', '.join(where)}"
+        facts: dict[str, Any] = {"attempt": self.number, "ranks": first_rank, "hosts": hosts}
         if self._spec.spares:
             facts["spares"] = [host.name for host in self._session.hosts.idle]
             text += f"; spares: {name_several(facts['spares']) or 'none has joined'}"
-        await asyncio.to_thread(run_state.log_event, self._run, "started", what=text, **facts)
-        if self.number == 0 or not self._session.is_many:
-            text += f"; run {self._run.id}"
+        await asyncio.to_thread(
+            run_state.log_event, self._run, "started", what=text, devices=devices, **facts
+        )
+        text += f"; run {self._run.id}"
         if self.number == 0 and address.reason:
             text += f"; {address.reason}"
         logger.info(text)
@@ -207,7 +204,7 @@ class Attempt:
             )
             for host in hosts
         ]
-        finding, self.error = root_cause.root_cause_of(
+        finding, _ = root_cause.root_cause_of(
             ends,
             noticed_s=noticed_s,
             logs=str(self._run.logs.resolve()),
@@ -226,6 +223,8 @@ class Attempt:
         waiting = [host for host in self.hosts if not host.is_lost and not host.ended]
         if session.cause is None:  # a failure, which an earlier attempt may have had too
             session.kill_at_s = math.inf
+            if self._cannot_save():
+                session.kill_by(_TAKEOVER_GRACE_S)
         if grace_s is not None or session.kill_at_s == math.inf:
             session.kill_by(self._spec.limits.grace_s if grace_s is None else grace_s)
         session.send_stop(waiting, session.cause.origin if session.cause else "")
@@ -233,14 +232,9 @@ class Attempt:
         def describe() -> str:
             return waiting_text(waiting, time.monotonic())
 
-        hurried = False
         async with self._waiting.reporting(describe):
             # A second request brings the end forward.
             while time.monotonic() < session.kill_at_s + _END_WITHIN_S and describe():
-                if not hurried and self._cannot_save():
-                    hurried = True
-                    session.kill_by(_TAKEOVER_GRACE_S)
-                    session.send_stop(waiting, "")
                 await self._waiting.something_new(0.2, although_stopped=True)
         slow = describe()
         if slow:
@@ -255,33 +249,17 @@ class Attempt:
         """Return whether another host replaces one that is lost, without which the other ranks cannot save."""
         is_replaced = self._spec.spares > 0 or self._spec.hosts_return
         saves_together = is_replaced and self._spec.checkpoints is not None
-        is_requested = self._session.cause is not None
-        return saves_together and not is_requested and any(host.is_lost for host in self.hosts)
+        return saves_together and any(host.is_lost for host in self.hosts)
 
 
 async def choose_rendezvous_address(
-    spec: JobSpec, hosts: Sequence[ConnectedHost], *, before: RendezvousAddress | None = None
+    spec: JobSpec, hosts: Sequence[ConnectedHost]
 ) -> RendezvousAddress:
-    """Open the port on the first host, and choose the address at which all others reach it.
-
-    The address ``before``, of the previous attempt, is tried alone first: an address that drops packets takes the whole
-    time limit to answer.
-    """
-    if before is not None and spec.address is None and len(hosts) > 1:
-        try:
-            return await _meet(spec, hosts, before.address)
-        except Impossible:
-            pass  # another host is the first one now, or a new one does not reach this address
-    return await _meet(spec, hosts, spec.address)
-
-
-async def _meet(
-    spec: JobSpec, hosts: Sequence[ConnectedHost], address: str | None
-) -> RendezvousAddress:
+    """Open the port on the first host, and choose the address at which all others reach it."""
     first, *others = hosts
     nonce, limit_s = os.urandom(16).hex(), spec.limits.reach_s
     listening = await first.ask(
-        protocol.Listen(nonce=nonce, port=spec.port, address=address),
+        protocol.Listen(nonce=nonce, port=spec.port, address=spec.address),
         protocol.Listening,
         within_s=_LISTENING_WITHIN_S,
     )

@@ -186,10 +186,6 @@ class Hosts:
         self._failures.update(list(broken))
         self.in_use = []
 
-    def failures_of(self, place: int) -> int:
-        """Return how often the host at this place failed in this run."""
-        return self._failures[place]
-
     def _candidate(self, host: ConnectedHost) -> Candidate:
         ranks = None if host.prepared is None else host.prepared.ranks
         return Candidate(place=host.place, ranks=ranks, failures=self._failures[host.place])

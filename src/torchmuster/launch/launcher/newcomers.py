@@ -10,40 +10,15 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from torchmuster.errors import MachineLost, MusterError
-from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
-from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.launcher.host import ConnectedHost
-from torchmuster.launch.launcher.hosts import MOST_FAILURES, Candidate, Hosts
+from torchmuster.launch.launcher.hosts import Hosts
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import name_several, plural
+from torchmuster.units import name_several
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-# Known errors that another host does not have: the GPU is broken.
-_BROKEN_GPU = frozenset({"gpu-fell-off-bus", "ecc-error"})
-
-
-def broken_hosts(hosts: Sequence[ConnectedHost]) -> dict[int, str]:
-    """Return the places of the hosts that failed, each with the reason: lost hosts, and hosts with a broken GPU."""
-    broken = {}
-    for host in hosts:
-        why = host.why_lost or (_broken_gpu(host.ended, host.name) if host.ended else None)
-        if why:
-            broken[host.place] = why
-    return broken
-
-
-def _broken_gpu(ended: protocol.Ended, host: str) -> str | None:
-    from torchmuster.known_errors.explain import explain_text
-
-    for failure in ended.failures:
-        text = "\n".join((failure.error, failure.traceback, failure.last_lines))
-        for known in explain_text(text, host=host):
-            if known.name in _BROKEN_GPU:
-                return known.what
-    return None
 
 
 class Newcomers:
@@ -61,10 +36,10 @@ class Newcomers:
         self._prepare = prepare
         self._ready: set[str] = set()  # the node agents that were reported as spares
 
-    async def choose(self, broken: Mapping[int, str]) -> list[ConnectedHost]:
+    async def choose(self, lost: Mapping[int, str]) -> list[ConnectedHost]:
         """Wait for the hosts of the next attempt, prepare those that are new, and return them in rank order.
 
-        ``broken`` are the hosts that failed in the last attempt, and why.
+        ``lost`` are the places of the hosts that were lost in the last attempt, and why.
         """
         hosts, before = self._hosts, self._hosts.before
         while True:
@@ -76,7 +51,12 @@ class Newcomers:
             if error is not None:
                 raise error
         if hosts.wanted.least == hosts.wanted.most:
-            await self._announce(before, places, broken)
+            for former, place in zip(before, places, strict=True):
+                if former.place != place:
+                    host, spare = hosts.name_of(former.place), hosts.name_of(place)
+                    why = lost.get(former.place, "it has not joined")
+                    what = f"host {host} is lost: {why}; spare {spare} takes its place"
+                    await self._note(run_state.TAKEOVER, what, host=host, spare=spare, why=why)
         return hosts.take(places)
 
     async def _prepare_idle(self) -> MusterError | None:
@@ -94,30 +74,6 @@ class Newcomers:
                 await self._note(run_state.SPARE_REFUSED, what, host=host.name, why=error.what)
                 await self._hosts.send_away(host, "it cannot run ranks")
         return failed
-
-    async def _announce(
-        self, before: Sequence[Candidate], places: Sequence[int], broken: Mapping[int, str]
-    ) -> None:
-        """Say and log which hosts are replaced: ``host c is lost: …; spare e takes its place (ranks 16-23), 1 spare left``."""
-        first_rank = 0
-        spares = [host.place for host in self._hosts.idle if host.place not in places]
-        left = sum(self._hosts.failures_of(place) < MOST_FAILURES for place in spares)
-        for former, place in zip(before, places, strict=True):
-            ranks = range(first_rank, first_rank + (former.ranks or 0))
-            first_rank = ranks.stop
-            if former.place == place:
-                continue
-            host, spare = self._hosts.name_of(former.place), self._hosts.name_of(place)
-            replaced = self._hosts.at(former.place)
-            state = "is lost" if replaced is None or replaced.is_lost else "failed"
-            why = broken.get(former.place, "it has not joined")
-            what = f"host {host} {state}: {why}; spare {spare} takes its place"
-            if ranks:
-                what += f" ({rank_text(ranks)})"
-            what += f", {plural(left, 'spare')} left"
-            held = [ranks[0], ranks[-1]] if ranks else []
-            facts = {"host": host, "spare": spare, "why": why, "ranks": held, "spares_left": left}
-            await self._note(run_state.TAKEOVER, what, **facts)
 
     # ---- while the ranks run
 

@@ -14,9 +14,8 @@ from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.units import format_seconds
 
-# A rank that fails exits soon after its traceback; one that prints more goes on.
+# A rank that fails exits soon after its traceback.
 _FAILS_WITHIN_S = 10.0
-_GOES_ON_AFTER_S = 3.0
 _BEGINNING = re.compile(r"^(?:\[rank\d+\]: ?)?Traceback \(most recent call last\):\s*$")
 # Lines that torch's libraries print while a process starts or exits: they do not show that a rank is working.
 _LIBRARY_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[EFIW]\d{4} ")
@@ -62,11 +61,8 @@ class ShownOutput:
 
     def show_due(self) -> None:
         """Show the tracebacks of ranks that go on; call it about every second."""
-        now_s = self._clock()
         for rank, held in list(self._held.items()):
-            age_s = now_s - held.began_s
-            has_more = age_s >= _GOES_ON_AFTER_S and _prints_more(held.lines)
-            if has_more or age_s >= _FAILS_WITHIN_S:
+            if self._clock() - held.began_s >= _FAILS_WITHIN_S:
                 self._release(rank)
 
     def show_all(self) -> None:
@@ -97,19 +93,6 @@ class ShownOutput:
         doing = activity_text(heartbeats, together="all ranks: ")
         unknown = "the ranks are alive" if self._is_at_work else "the ranks are starting"
         return f"no output for {format_seconds(silent_s)}; {doing or unknown}"
-
-
-def _prints_more(lines: list[str]) -> bool:
-    """Return whether a rank printed something after its traceback."""
-    has_ended = False
-    for line in lines:
-        if _BEGINNING.match(line) or not line.strip():  # another exception may follow
-            has_ended = False
-        elif not line[0].isspace() and not _LIBRARY_LINE.match(line):
-            if has_ended:
-                return True
-            has_ended = True
-    return False
 
 
 def activity_text(heartbeats: Iterable[Heartbeat], *, together: str = "") -> str:

@@ -1,13 +1,12 @@
 """Run a job from the first connection to its end, and restart it after failures if configured."""
 
 import asyncio
-import contextlib
 import enum
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchmuster.errors import ExitCode, MachineLost
@@ -16,14 +15,13 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher.attempt import Attempt
-from torchmuster.launch.launcher.console import Console
+from torchmuster.launch.launcher.console import Console, rank_text
 from torchmuster.launch.launcher.host import ConnectedHost
-from torchmuster.launch.launcher.newcomers import Newcomers, broken_hosts
+from torchmuster.launch.launcher.newcomers import Newcomers
 from torchmuster.launch.launcher.restart import (
     PastAttempt,
     TrainingProgress,
     decide_restart,
-    first_failure,
     needs_user,
     restart_announcement,
     with_reason,
@@ -45,22 +43,21 @@ from torchmuster.units import format_seconds, name_several
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.resume import ResumePlan
+    from torchmuster.launch.launcher.webhook import Webhook
 
 logger = logging.getLogger(__name__)
 
-# A scheduler's warning, for which ranks of muster train wait; a Slurm job may also be warned by the second signal.
-_WARNING, _OTHER_WARNING = "SIGUSR1", "SIGUSR2"
-_NEXT_HEARTBEATS_S = 2.5
-_LOOK_WITHIN_S = 20.0
+_WARNING = "SIGUSR1"  # of a scheduler; ranks of muster train wait for it
+_READ_WITHIN_S = 20.0
 
 
 class Result(enum.Enum):
     """How a run ended."""
 
-    FINISHED = enum.auto()
-    SAVED = enum.auto()  # after a stop request; it can go on
-    STOPPED = enum.auto()
-    FAILED = enum.auto()
+    FINISHED = "finished"
+    SAVED = "saved"  # after a stop request; it can go on
+    STOPPED = "stopped"
+    FAILED = "failed"
 
 
 _EXIT_CODES = {
@@ -73,29 +70,24 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobOutcome:
-    """How a run ended.
+    """How a run ended; ``headline`` says it in one line.
 
-    ``finding`` is the cause of a failure; ``saved`` what the ranks saved after a stop request, and ``origin`` where the request
-    came from. ``killed`` names the ranks that had to be killed after it, ``left`` the hosts that did not confirm the end.
-    ``words`` is the text for the event log if the caller prints the rest itself.
+    ``finding`` is the cause of a failure; ``saved`` what the ranks saved after a stop request. ``killed`` names the ranks that
+    had to be killed after it, ``left`` the hosts that did not confirm the end. ``is_reported``: the caller prints the rest itself.
     """
 
     result: Result
+    headline: str
     finding: Finding | None = None
     saved: Saved | None = None
-    origin: str = ""
     killed: KilledRanks | None = None
     left: tuple[str, ...] = ()
-    words: str = ""
+    is_reported: bool = False
 
-    def for_joined_hosts(self) -> tuple[int, str]:
-        """Return the exit code and the message for the node agents of other hosts."""
-        text = "the run finished" if self.result is Result.FINISHED else "the run stopped"
-        if self.finding is not None:
-            text = self.finding.what
-        elif self.saved is not None:
-            text = self.saved.text
-        return _EXIT_CODES[self.result], text
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of this result."""
+        return _EXIT_CODES[self.result]
 
 
 class Run:
@@ -107,17 +99,18 @@ class Run:
         transport: Transport,
         console: Console,
         run: RunFolder,
+        webhook: "Webhook | None" = None,
     ) -> None:
         self.spec = spec
         self.run_folder = run
         self._transport = transport
+        self._webhook = webhook
         self._session = Session(spec, transport, console, run)
         self._hosts = self._session.hosts
         self._newcomers = Newcomers(self._hosts, run, prepare=self._session.prepare)
         self._can_save = spec.checkpoints is not None
         self._history: list[PastAttempt] = []
         self._warning: StopCause | None = None  # forwarded to the ranks
-        self._warned_before = False
         self._must_prepare_again = False  # the script's arguments have changed
         self._save_requested = False  # because a host came back
         self._missing: list[str] = []  # the hosts that the last attempt ran without
@@ -129,7 +122,7 @@ class Run:
         """Run the job to its end."""
         session = self._session
         session.on_phase = on_phase
-        outcome: JobOutcome | None = None
+        outcome = JobOutcome(result=Result.FAILED, headline="the run stopped")
         try:
             on_phase("waiting" if self.spec.wait_s else "joining")
             await self._transport.open(self._hosts.arrive)
@@ -138,13 +131,10 @@ class Run:
         except Stopped:
             outcome = await self._stop_on_request()
         finally:
-            exit_code, text = int(ExitCode.FAILED), "the run stopped"
-            if outcome is not None:
-                exit_code, text = outcome.for_joined_hosts()
-                if outcome.result is Result.FINISHED and self.spec.hosts_return:
-                    # Before the other hosts are released for good: this one may still be killed and replaced.
-                    on_phase(run_state.FINISHED)
-            await session.leave(exit_code, text)
+            if outcome.result is Result.FINISHED and self.spec.hosts_return:
+                # Before the other hosts are released for good: this one may still be killed and replaced.
+                on_phase(run_state.FINISHED)
+            await session.leave(outcome.exit_code, outcome.headline)
         return outcome
 
     async def _gather_hosts(self) -> None:
@@ -173,7 +163,10 @@ class Run:
         if decision.value is None:
             return decision.reason
         await self._note_restart(failed.finding.what, failed.from_step, noticed_unix_s)
-        logger.info(restart_announcement(failed, decision.value, decision.reason))
+        text = restart_announcement(failed, decision.value, decision.reason)
+        logger.info(text)
+        if self._webhook is not None:
+            self._webhook.post("failed", text)
         if resume is not None:
             from torchmuster.launch.history.resume import restart_text
 
@@ -183,39 +176,35 @@ class Run:
 
     async def _run_attempts(self) -> JobOutcome:
         number, progress = 0, TrainingProgress()
-        broken: dict[int, str] = {}
+        lost: dict[int, str] = {}
         if self._can_save or any(self.run_folder.metrics.glob("*")):  # of an earlier launch
-            progress = await self._read_progress(time.time(), progress)
+            progress = await self._read_progress(progress)
             await self._log_resume(progress)
         while True:
-            began_unix_s, progress_before = time.time(), progress
-            attempt = await self._begin_attempt(number, broken, progress)
+            before = progress
+            attempt = await self._begin_attempt(number, lost, progress)
             finding = await self._run_attempt(attempt)
             hosts = attempt.hosts
             if finding is None:
                 return self._finished(hosts)
             number += 1
             is_replaced = self._lose_replaced_hosts(hosts)
-            broken = broken_hosts(hosts)
-            self._hosts.free(broken)
-            progress = await self._read_progress(began_unix_s, progress_before)
+            lost = {host.place: host.why_lost for host in hosts if host.why_lost is not None}
+            self._hosts.free(lost)
+            progress = await self._read_progress(before)
             saved = self._saved(hosts)
             if saved is not None:
                 if self._warning or not (self._save_requested or is_replaced):
-                    return JobOutcome(result=Result.SAVED, saved=saved)
+                    return JobOutcome(result=Result.SAVED, headline=saved.text, saved=saved)
                 if is_replaced:
                     await self._note_restart(saved.text, progress.saved, time.time())
-                    logger.info(
-                        f"{saved.text}; waiting for the host that replaces the one that was stopped"
-                    )
+                    logger.info(f"{saved.text}; waiting for the host that replaces the stopped one")
                 continue
             failed = PastAttempt(
                 finding=finding,
-                error=attempt.error,
-                mistake=needs_user(first_failure(hosts)),
-                got_on=progress.checkpoint not in (None, progress_before.checkpoint),
+                mistake=needs_user(hosts),
+                got_on=progress.checkpoint not in (None, before.checkpoint),
                 saved=progress.saved,
-                reached=progress.reached,
                 resumes=progress.resume is None or bool(progress.resume.on_restart()),
             )
             refusal = await self._restart(failed, attempt.noticed_unix_s, progress.resume)
@@ -223,7 +212,7 @@ class Run:
                 elsewhere = asked_elsewhere(hosts)
                 if elsewhere is not None:
                     return self._stopped(hosts, StopCause(origin=elsewhere))
-                return JobOutcome(result=Result.FAILED, finding=with_reason(finding, refusal))
+                return self._failed(with_reason(finding, refusal))
 
     def _saved(self, hosts: Sequence[ConnectedHost]) -> Saved | None:
         """Return what the ranks saved after a warning, or because a host came back."""
@@ -232,7 +221,7 @@ class Run:
         return saved_by_ranks(hosts, warned=warned and self._can_save, origin=origin)
 
     async def _begin_attempt(
-        self, number: int, broken: dict[int, str], progress: TrainingProgress
+        self, number: int, lost: dict[int, str], progress: TrainingProgress
     ) -> Attempt:
         """Choose the hosts of the next attempt, and the script's arguments."""
         session = self._session
@@ -244,7 +233,7 @@ class Run:
             from torchmuster.launch.history.resume import restart_text
 
             logger.info(restart_text(progress.resume))
-        hosts = await session.waiting.unless_stopped(self._newcomers.choose(broken))
+        hosts = await session.waiting.unless_stopped(self._newcomers.choose(lost))
         if self._hosts.missing != self._missing:
             self._missing = self._hosts.missing
             logger.info(self._continuing_text(hosts, progress.global_batch_size))
@@ -267,7 +256,7 @@ class Run:
         if attempt is None:
             return self._stopped((), session.cause)
         if session.failed_before_stop:
-            return JobOutcome(result=Result.FAILED, finding=await attempt.fail())
+            return self._failed(await attempt.fail())
         await attempt.end()
         return self._stopped(attempt.hosts, session.cause)
 
@@ -278,30 +267,19 @@ class Run:
         self._session.stop(origin)
 
     def pass_on(self, name: str) -> None:
-        """Forward a signal to every rank: a scheduler's warning, or another signal as it is.
+        """Forward a scheduler's warning to every rank.
 
-        A warning is SIGUSR1, or SIGUSR2 in a Slurm job or to ``muster train``. It would kill a script that does not
-        handle it, so such a script gets SIGTERM instead, and has until the end of the job to stop. Ranks of ``muster train`` wait
-        for SIGUSR1.
+        It would kill a script that does not handle it, so such a script gets SIGTERM instead, and has until the end of the job to
+        stop. Ranks of ``muster train`` wait for it, also while they start.
         """
         session = self._session
-        may_be_warned = self._can_save or "SLURM_JOB_ID" in os.environ
-        if name != _WARNING and not (name == _OTHER_WARNING and may_be_warned):
-            session.pass_on(name)
-            return
         if session.cause is not None:
             return  # the ranks are being stopped already
         origin = f"{name} to the launcher"
         if self._can_save or session.handles(name):
             self._warning = self._warning or StopCause(origin=origin)
-            session.pass_on(_WARNING if self._can_save else name)
+            session.pass_on(name)
             return
-        if not self._warned_before:
-            # Decide with the next heartbeats: a script may just have set its handler.
-            self._warned_before = True
-            with contextlib.suppress(RuntimeError):  # no event loop
-                asyncio.get_running_loop().call_later(_NEXT_HEARTBEATS_S, self.pass_on, name)
-                return
         from torchmuster.launch.schedulers.time_limits import seconds_to_job_end
 
         within_s = seconds_to_job_end(os.environ)
@@ -342,20 +320,26 @@ class Run:
     def _finished(self, hosts: Sequence[ConnectedHost]) -> JobOutcome:
         if self._warning and saved_after_request(hosts, self._warning, self.run_folder.metrics):
             return self._stopped(hosts, self._warning)
-        return JobOutcome(result=Result.FINISHED)
+        return JobOutcome(result=Result.FINISHED, headline="finished")
+
+    def _failed(self, finding: Finding) -> JobOutcome:
+        return JobOutcome(result=Result.FAILED, headline=finding.what, finding=finding)
 
     def _stopped(self, hosts: Sequence[ConnectedHost], cause: StopCause | None) -> JobOutcome:
         """Return the outcome of a run that was stopped on request."""
-        saved = saved_after_request(hosts, cause, self.run_folder.metrics)
-        return JobOutcome(
-            result=Result.STOPPED if saved is None else Result.SAVED,
-            saved=saved,
-            origin=cause.origin if cause else "",
-            left=tuple(host.name for host in hosts if host.is_lost and not host.ended),
-            killed=killed_after_request(
-                hosts, grace_s=self.spec.limits.grace_s, at_once=self._session.killed_at_once
-            ),
+        killed = killed_after_request(
+            hosts, grace_s=self.spec.limits.grace_s, at_once=self._session.killed_at_once
         )
+        left = tuple(host.name for host in hosts if host.is_lost and not host.ended)
+        saved = saved_after_request(hosts, cause, self.run_folder.metrics)
+        if saved is not None:
+            return JobOutcome(
+                result=Result.SAVED, headline=saved.text, saved=saved, killed=killed, left=left
+            )
+        headline = f"stopped on request ({cause.origin})" if cause else "stopped on request"
+        if killed is not None:
+            headline += f"; killed: {rank_text(killed.ranks)}"
+        return JobOutcome(result=Result.STOPPED, headline=headline, killed=killed, left=left)
 
     async def _log_resume(self, progress: TrainingProgress) -> None:
         """Log that training continues from a checkpoint of an earlier launch."""
@@ -385,19 +369,13 @@ class Run:
             noticed_unix_s=noticed_unix_s,
         )
 
-    async def _read_progress(
-        self, since_unix_s: float, known: TrainingProgress
-    ) -> TrainingProgress:
+    async def _read_progress(self, known: TrainingProgress) -> TrainingProgress:
         """Read the training progress; object storage that does not respond must not block the run."""
         reading = asyncio.to_thread(
-            restart.read_training_progress,
-            self.spec,
-            self.run_folder.metrics,
-            since_unix_s=since_unix_s,
-            known=known,
+            restart.read_training_progress, self.spec, self.run_folder.metrics, known
         )
         try:
-            in_time = asyncio.wait_for(reading, _LOOK_WITHIN_S)
+            in_time = asyncio.wait_for(reading, _READ_WITHIN_S)
             return await self._session.waiting.unless_stopped(in_time)
         except TimeoutError:
-            return replace(known, reached=None)
+            return known

@@ -28,7 +28,7 @@ from torchmuster.units import name_several
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.resume import ResumePlan
-    from torchmuster.launch.launcher.attempt import Attempt, RendezvousAddress
+    from torchmuster.launch.launcher.attempt import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ class Session:
             spec, transport, self.waiting, token=self.token, on_message=self._receive
         )
         self.attempt: Attempt | None = None  # the last one
-        self.address: RendezvousAddress | None = None  # of the last attempt
         self.command = spec.command  # with the arguments to resume
         self.first_step = 0
         self.cause: StopCause | None = None  # of a stop request to the launcher

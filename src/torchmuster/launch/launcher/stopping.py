@@ -7,9 +7,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status
@@ -18,15 +18,13 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.launcher.host import ConnectedHost
-from torchmuster.launch.launcher.rank_output import activity_text
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, name_several
 
 logger = logging.getLogger(__name__)
 
-RANKS_KILLED = "ranks-killed"
 # A rank that saved may still be exiting when the remaining ranks get another stop signal.
-_ENDED = (0, -2, -9, -15)
+_ENDED = {0, -2, -9, -15}
 _WARNED = -getattr(signal, "SIGUSR1", 10)
 _SAVED = "saved after a stop request"
 _NOTHING_NEW = "stopped on request with nothing new to save"
@@ -68,17 +66,18 @@ def saved_by_ranks(
     If they can save and were ``warned``, ranks killed by the warning had not started or were finished. ``origin`` is
     the origin of the request, if it is known: a rank knows only that it got a signal.
     """
-    asked = {int(ExitCode.SAVED)}
-    if warned:
-        asked.add(_WARNED)
-    failures: list[protocol.Failure] = []
+    from torchmuster.launch.history import known_failures
+
+    requested = {int(ExitCode.SAVED), _WARNED} if warned else {int(ExitCode.SAVED)}
+    saved: list[protocol.Failure] = []
     for host in hosts:
-        if host.ended is None or not any(_code(f) in asked for f in host.ended.failures):
+        failures = host.ended.failures if host.ended else ()
+        codes = {known_failures.by_signal(failure.exit_code) for failure in failures}
+        if not codes & requested or codes - requested - _ENDED:
             return None
-        failures += host.ended.failures
-    if not failures or any(_code(f) not in (*asked, *_ENDED) for f in failures):
+        saved += [failure for failure in failures if failure.exit_code == ExitCode.SAVED]
+    if not hosts:
         return None
-    saved = [failure for failure in failures if failure.exit_code == ExitCode.SAVED]
     if not saved:
         return Saved(text=_NOTHING_NEW, is_new=False)
     first = next((failure for failure in saved if failure.what), saved[0])
@@ -86,12 +85,6 @@ def saved_by_ranks(
     if origin is None:
         return Saved(text=first.what or _SAVED)
     return Saved(text=f"{first.what.removesuffix(f' ({first.why})') or _SAVED} ({origin})")
-
-
-def _code(failure: protocol.Failure) -> int:
-    from torchmuster.launch.history import known_failures
-
-    return known_failures.by_signal(failure.exit_code)
 
 
 def saved_after_request(
@@ -128,40 +121,34 @@ def killed_after_request(
     ranks = sorted(rank for host in hosts if host.ended for rank in host.ended.killed)
     if not ranks:
         return None
-    who, it_was = rank_text(ranks), "was" if len(ranks) == 1 else "were"
-    what = f"{who} did not exit within {grace_s:g} s after SIGTERM and {it_was} killed"
-    why = "unsaved work is lost"
-    fix = (
-        "give them more time: --set launch.grace=2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod also a longer "
-        "terminationGracePeriodSeconds"
+    finding = Finding(
+        name=run_state.RANKS_KILLED,
+        status=Status.WARNING,
+        what=f"killed {grace_s:g} s after SIGTERM: {rank_text(ranks)}",
+        why="unsaved work is lost",
+        fix="give them more time: --set launch.grace=2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod "
+        "also a longer terminationGracePeriodSeconds",
     )
     if at_once:
-        what = f"{who} {it_was} killed because of the second stop request"
-        fix = ""
-    heartbeats = [beat for host in hosts for beat in host.heartbeats if beat.rank in ranks]
-    doing = activity_text(heartbeats, together=f"{who}: ")
-    if doing:
-        why += f"\nlast seen: {doing}"
-    finding = Finding(name=RANKS_KILLED, status=Status.WARNING, what=what, why=why, fix=fix)
+        what = f"killed because of the second stop request: {rank_text(ranks)}"
+        finding = replace(finding, what=what, fix="")
     return KilledRanks(ranks=tuple(ranks), finding=finding, at_once=at_once)
 
 
 def waiting_text(hosts: Sequence[ConnectedHost], now_s: float) -> str:
     """Return ``waiting for ranks 0-1 to stop: 24 s left``; "" if all have stopped."""
     slow = [host for host in hosts if not host.ended and not host.is_lost]
-    if not slow:
-        return ""
     ranks: list[int] = []
     left_s = 0.0
     for host in slow:
         if host.stopping is not None:
             ranks += host.stopping.ranks
             left_s = max(left_s, host.stopping.left_s - (now_s - host.stopping_s))
-    if not ranks:  # they have stopped, or their hosts have not reported yet
-        return f"waiting for {', '.join(host.name for host in slow[:8])} to stop"
-    doing = activity_text(h for host in slow for h in host.heartbeats if h.rank in ranks)
-    text = f"waiting for {rank_text(ranks)} to stop: {left_s:.0f} s left"
-    return f"{text} ({doing})" if doing else text
+    if ranks:
+        return f"waiting for {rank_text(ranks)} to stop: {left_s:.0f} s left"
+    if slow:  # the ranks have stopped, or their hosts have not reported yet
+        return f"waiting for {name_several([host.name for host in slow])} to stop"
+    return ""
 
 
 # ---- signals
@@ -204,7 +191,7 @@ class StopSignals:
         self._last_s = -math.inf
         self._reminder: asyncio.TimerHandle | None = None
         self._limit: asyncio.TimerHandle | None = None
-        self._handled: dict[int, object] = {}  # the signals, and what they did before
+        self._handled: dict[int, Any] = {}  # the signals, and what they did before
         self.stop_signals: list[str] = []  # requests to stop
         self.is_warned = False
 
@@ -217,8 +204,6 @@ class StopSignals:
         self._handle("SIGINT", self.stop, "SIGINT")
         self._handle("SIGTERM", self.stop, "SIGTERM")
         self._handle("SIGUSR1", self.warn, "SIGUSR1")
-        self._handle("SIGUSR2", self.warn, "SIGUSR2")
-        self._handle("SIGTSTP", self._refuse_to_suspend)
         # With nohup or --detach, a hangup does nothing.
         if signal.getsignal(getattr(signal, "SIGHUP", signal.SIGTERM)) is not signal.SIG_IGN:
             self._handle("SIGHUP", self.stop, "SIGHUP")
@@ -230,7 +215,8 @@ class StopSignals:
                 timer.cancel()
         for number, before in self._handled.items():
             self._loop.remove_signal_handler(number)
-            signal.signal(number, before)  # type: ignore[arg-type]
+            if before is not None:  # None: a handler of C code, of a program that embeds Python
+                signal.signal(number, before)
 
     def _handle(self, name: str, action: Callable[..., None], *arguments: str) -> None:
         with contextlib.suppress(AttributeError, NotImplementedError):  # Windows
@@ -277,8 +263,3 @@ class StopSignals:
         run_state.log_event(self._run, event, what=f"stop requested ({origin})")
         logger.info(text)
         self._stop_task(origin)
-
-    def _refuse_to_suspend(self) -> None:
-        logger.info(
-            "a run cannot be suspended; to free the terminal use --detach and muster logs -f"
-        )

@@ -26,7 +26,6 @@ ALLOCATION = Allocation(
     job="41",
     nodes=("n1", "n2"),
     gpus_per_node=8,
-    cores=64,
     tasks_per_node=8,
     copies=1,
     restarts=0,

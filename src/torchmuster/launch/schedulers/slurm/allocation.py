@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmuster.errors import ExitCode, Impossible
-from torchmuster.finding import Finding, Status
+from torchmuster.errors import Impossible
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.schedulers.slurm import jobs
@@ -51,17 +50,7 @@ def would_not_get_on(
     return None
 
 
-def requeue_line(environment: Mapping[str, str]) -> str:
-    """Return the line of a job script that requeues the job if muster, on the line before, has saved."""
-    job = "$SLURM_JOB_ID"
-    if environment.get("SLURM_ARRAY_TASK_ID"):
-        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-    return f'if [ $? -eq {int(ExitCode.SAVED)} ]; then scontrol requeue "{job}"; fi'
-
-
-def requeue(
-    job: str, environment: Mapping[str, str], ask: jobs.Ask = jobs.run_slurm_command
-) -> str | None:
+def requeue(job: str, ask: jobs.Ask = jobs.run_slurm_command) -> str | None:
     """Requeue the job that this process runs in; return the error, None if there is none.
 
     Slurm stops the job and this process, perhaps before this returns: print all messages before the
@@ -69,10 +58,7 @@ def requeue(
     """
     answer = ask(["scontrol", "requeue", job])
     if answer is None:
-        return (
-            "scontrol is not installed on this host; in a container, add this line to the job script after muster: "
-            f"{requeue_line(environment)}"
-        )
+        return "scontrol is not installed on this host, as in a container: run it in the job script after muster, if that exits with 75"
     return answer.err if answer.code != 0 else None
 
 
@@ -100,7 +86,6 @@ class Allocation:
     job: str  # as srun --jobid takes it
     nodes: tuple[str, ...]
     gpus_per_node: int | None
-    cores: int | None  # on the node of this process
     tasks_per_node: int | None  # None: not requested
     copies: int  # of this program that srun started
     restarts: int  # how often Slurm has requeued the job
@@ -119,7 +104,6 @@ def allocation_here(
         job=job,
         nodes=nodes,
         gpus_per_node=_gpus_per_node(environment, len(nodes)),
-        cores=_number(environment.get("SLURM_CPUS_ON_NODE")),
         tasks_per_node=_tasks_per_node(environment, len(nodes)),
         copies=_number(environment.get("SLURM_STEP_NUM_TASKS")) or 1,
         restarts=_number(environment.get("SLURM_RESTART_COUNT")) or 0,
@@ -157,21 +141,6 @@ def check_counts(allocation: Allocation, spec: JobSpec) -> None:
             why="the two numbers must be equal",
             fix=f"--ranks {tasks}, or submit with: sbatch --ntasks-per-node=1",
         )
-
-
-def few_cores(allocation: Allocation, spec: JobSpec) -> Finding | None:
-    """Return a warning if several ranks share the single core that Slurm allocates by default."""
-    ranks = _ranks_per_node(allocation, spec)
-    if ranks is None or allocation.cores is None or allocation.cores >= ranks:
-        return None
-    return Finding(
-        name="few-cores",
-        status=Status.WARNING,
-        what=f"{ranks} ranks share {plural(allocation.cores, 'core')} on each node",
-        why=f"Slurm job {allocation.job} has no more cores; without --cpus-per-task a job may get a"
-        " single core per node",
-        fix=f"sbatch --cpus-per-task={ranks * 4}  # for the one task of each node",
-    )
 
 
 def _ranks_per_node(allocation: Allocation, spec: JobSpec) -> int | None:
