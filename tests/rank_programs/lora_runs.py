@@ -16,6 +16,7 @@ from rank_programs.trained_models import IDS, _Asked
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.errors import MusterError
+from torchmuster.train.models import lora
 from torchmuster.train.world import World, rank_zero_first
 from torchmuster.worker import model, training
 
@@ -92,6 +93,8 @@ def _load(folders: Mapping[str, bool]) -> dict[str, torch.Tensor]:
         loaded = peft.AutoPeftModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, **options
         )
+        # bitsandbytes 0.50.2 fails on CPUs with AVX512-BF16 to repack layers narrower than a block of 64.
+        lora.keep_training_kernels(loaded)
         with torch.no_grad():
             answers[folder] = loaded.eval()(input_ids=IDS).logits
     return answers
