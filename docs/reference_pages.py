@@ -10,12 +10,14 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torchmuster
 from torchmuster.cli.main import root_parser
 from torchmuster.config import fields
 from torchmuster.config.hugging_face_names import HUGGING_FACE_NAMES
 from torchmuster.config.layers import variable_name
+from torchmuster.config.written import json_schema
 from torchmuster.errors import EXIT_CODE_MEANINGS
 from torchmuster.monitor.alerts import ALERTS
 from torchmuster.monitor.catalogue import METRICS
@@ -104,19 +106,37 @@ def api_page() -> str:
 def settings_table() -> str:
     """Return the table of docs/settings.md."""
     rows = ["| setting | accepts | default | environment variable | |", "|---|---|---|---|---|"]
+    groups = json_schema()["$defs"]
     for path, leaf in fields.leaves().items():
+        section, _, name = path.rpartition(".")
+        group = fields.sections()[section].__name__ if section else "Settings"
         default = "" if leaf.default is None else f"`{str(leaf.default).lower()}`"
-        accepts = fields.describe_field(path)
+        accepts = accepted(groups[group]["properties"][name])
         rows.append(f"| `{path}` | {accepts} | {default} | `{variable_name(path)}` | {leaf.help} |")
     return "\n".join(rows) + "\n"
 
 
+def accepted(schema: dict[str, Any]) -> str:
+    """Return what a JSON Schema accepts: ``integer >= 1``."""
+    if "anyOf" in schema:
+        parts = [accepted(part) for part in schema["anyOf"] if part.get("type") != "null"]
+        return " or ".join(parts)
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if schema["type"] == "array":
+        return f"list of {accepted(schema['items'])}"
+    text = str(schema["type"])
+    for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<=")):
+        if key in schema:
+            text += f" {sign} {schema[key]}"
+    return text
+
+
 def hugging_face_names_table() -> str:
     """Return the names of transformers, TRL and peft in docs/settings.md."""
-    rows = ["| Hugging Face | `muster train` | conversion |", "|---|---|---|"]
-    for name, (path, how) in HUGGING_FACE_NAMES.items():
-        conversion = how.replace("{", "").replace("}", "")
-        rows.append(f"| `{name}` | `{path}` | {conversion} |")
+    rows = ["| Hugging Face | `muster train` |", "|---|---|"]
+    for name, setting in HUGGING_FACE_NAMES.items():
+        rows.append(f"| `{name}` | `{setting}` |")
     return "\n".join(rows) + "\n"
 
 

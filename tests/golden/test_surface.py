@@ -24,7 +24,6 @@ def test_exit_codes(surface: SnapshotAssertion) -> None:
 
 def test_settings(surface: SnapshotAssertion) -> None:
     lines = [
-        f"{path} ({fields.describe_field(path)}) = {leaf.default} ${variable_name(path)}"
-        for path, leaf in fields.leaves().items()
+        f"{path} = {leaf.default} ${variable_name(path)}" for path, leaf in fields.leaves().items()
     ]
     assert "\n".join(lines) + "\n" == surface

@@ -1,10 +1,9 @@
 """The sources of values: a file, the environment, flags. Each value keeps its source.
 
-A layer is a list of entries (path, value, source) plus the mistakes found while reading it. Types
-and limits are checked later, for all layers, in ``resolve.py``.
+A layer is a list of values plus the mistakes found while reading them. Types and limits are
+checked later, for all layers, in ``resolve.py``.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -14,26 +13,6 @@ from torchmuster.config.hugging_face_names import our_setting
 from torchmuster.errors import Mistake
 
 ENVIRONMENT_PREFIX = "TORCHMUSTER_"
-# Variables that are not settings; every other variable with the prefix must be a setting.
-OTHER_VARIABLES = frozenset(
-    {
-        "TORCHMUSTER_CLAIM",
-        "TORCHMUSTER_CLAIMS_DIR",
-        "TORCHMUSTER_RUN_TOKEN",
-        "TORCHMUSTER_SUPERVISOR",
-        "TORCHMUSTER_NODE_FOLDER",
-        "TORCHMUSTER_TERMINATION_GRACE_S",
-        "TORCHMUSTER_NOTEBOOK_SECRET",
-        "TORCHMUSTER_NNODES",
-        "TORCHMUSTER_NODE_RANK",
-        "TORCHMUSTER_LAUNCHER",
-        "TORCHMUSTER_JOIN",
-        "TORCHMUSTER_JOIN_SECRET",
-        "TORCHMUSTER_RUN_ID",
-        "TORCHMUSTER_JOB_UID",
-        "TORCHMUSTER_RECORD",
-    }
-)
 
 
 class Strength(IntEnum):
@@ -46,28 +25,20 @@ class Strength(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Origin of a value: ``config.yaml:3:5``, ``$TORCHMUSTER_…``, ``--num-gpus``, ``default``."""
-
-    strength: Strength
-    where: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingValue:
-    """One value before its type is checked; for a list, also the positions of its items."""
+class Given:
+    """A setting's value and its source: ``config.yaml:3:5``, ``$TORCHMUSTER_…``, ``--num-gpus``."""
 
     path: str
     value: object
-    source: Source
-    items: tuple[str, ...] = ()
+    where: str
+    strength: Strength
 
 
 @dataclass(kw_only=True)
 class Layer:
     """The values of one source, and the mistakes found while reading it."""
 
-    entries: list[SettingValue] = field(default_factory=list)
+    entries: list[Given] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
 
 
@@ -86,52 +57,46 @@ def variable_name(path: str) -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Read variables such as ``TORCHMUSTER_DISTRIBUTED_NUM_GPUS=2``."""
+    """Read variables such as ``TORCHMUSTER_DISTRIBUTED_NUM_GPUS=2``.
+
+    A variable with the name of a section must be a setting; others have other uses.
+    """
     layer = Layer()
     known = {variable_name(path): path for path in fields.leaves()}
     for variable in sorted(environment):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
-            continue
         where = f"${variable}"
         if variable in known:
-            source = Source(strength=Strength.ENVIRONMENT, where=where)
-            _add_text(layer, known[variable], environment[variable], source)
-        else:
-            fix = _nearest_variable(variable)
-            layer.mistakes.append(Mistake(where=where, what="is not a setting", fix=fix))
+            path = known[variable]
+            _add_text(layer, path, environment[variable], where, Strength.ENVIRONMENT)
+            continue
+        for section in fields.sections():
+            begin = variable_name(section) + "_"
+            if variable.startswith(begin):
+                path = f"{section}.{variable.removeprefix(begin).lower()}"
+                layer.mistakes.append(unknown_setting(where, path))
     return layer
 
 
 def from_flags(flags: Iterable[Flag]) -> Layer:
     """Read flags such as ``--num-gpus 2`` and ``--set model.torch_dtype=bfloat16``."""
     layer = Layer()
-    flags = list(flags)
-    texts = {flag.path.rpartition(".")[2]: flag.text for flag in flags}
     for flag in flags:
         if flag.path in fields.leaves():
-            _add_text(layer, flag.path, flag.text, Source(strength=Strength.FLAG, where=flag.flag))
+            _add_text(layer, flag.path, flag.text, flag.flag, Strength.FLAG)
         else:
-            what = f"{flag.path} is not a setting"
-            fix = our_setting(flag.path, texts)
-            fix = fix or fields.suggest_name(flag.path, fields.leaves())
-            if flag.path in fields.sections():
-                what = f"{flag.path} is a group of settings"
-                inside = [path for path in fields.leaves() if path.startswith(f"{flag.path}.")]
-                fix = f"name one of them, such as {inside[0]}"
-            layer.mistakes.append(Mistake(where=flag.flag, what=what, fix=fix))
+            layer.mistakes.append(unknown_setting(flag.flag, flag.path))
     return layer
 
 
-def _nearest_variable(variable: str) -> str:
-    """Suggest by the setting's whole name or its last part: all variables share a long prefix."""
-    names = {path.rpartition(".")[2]: path for path in fields.leaves()}
-    names |= {path.replace(".", "_"): path for path in fields.leaves()}
-    given = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-    nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.75)
-    return f"did you mean {variable_name(names[nearest[0]])}?" if nearest else ""
+def unknown_setting(where: str, path: str) -> Mistake:
+    """Return the mistake of a name that is not a setting, with the setting that was meant."""
+    fix = our_setting(path) or fields.suggest_name(path, [*fields.leaves(), *fields.sections()])
+    if path in fields.sections():
+        fix = f"{path} is a group of settings: name one of them, as in {path}.…"
+    return Mistake(where=where, what=f"{path} is not a setting", fix=fix)
 
 
-def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
+def _add_text(layer: Layer, path: str, text: str, where: str, strength: Strength) -> None:
     """Parse one value as YAML; a list may be written as ``0,2`` or ``[0, 2]``.
 
     A string setting takes the text unparsed: shells have their own quotes, and YAML would cut
@@ -146,6 +111,6 @@ def _add_text(layer: Layer, path: str, text: str, source: Source) -> None:
         try:
             value = yaml12.parse_value(text)
         except yaml12.Unreadable as error:
-            layer.mistakes.append(Mistake(where=source.where, what=str(error)))
+            layer.mistakes.append(Mistake(where=where, what=str(error)))
             return
-    layer.entries.append(SettingValue(path=path, value=value, source=source))
+    layer.entries.append(Given(path=path, value=value, where=where, strength=strength))

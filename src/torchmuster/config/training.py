@@ -1,10 +1,9 @@
 """Check that the settings describe a training run that can start; report every contradiction."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from torchmuster.config import fields
 from torchmuster.config.resolve import Resolved
@@ -31,35 +30,15 @@ _AT_MOST_ONE = (
 FUNCTIONS = ("model.build", "model.loss", "data.dataset", "train.optimizer")
 # The built-in values of settings that also take a function.
 OWN_NAMES: dict[str, tuple[str, ...]] = {
-    "model.loss": ("cross_entropy", "language_model", "masked_language_model", "classification"),
+    "model.loss": ("cross_entropy", "language_model", "classification"),
     "train.optimizer": ("adamw", "sgd"),
 }
 NEVER = "never"  # as checkpoint.every
-# The data sources whose records are text.
-_TEXT = ("data.files", "data.hugging_face")
-# Each key has an effect only if one of its values is given.
+# Each key needs the other setting.
 _NEEDS = {
-    "model.load_in_4bit": ("model.lora",),
-    "data.options": _TEXT,
-    "data.columns": _TEXT,
-    "data.tokenizer": _TEXT,
-    "data.sequence_length": _TEXT,
-    "data.pack": _TEXT,
-    "data.images": ("model.model_name_or_path",),
-    "train.evaluate_every": ("data.evaluation",),
-    "checkpoint.keep_best": ("data.evaluation",),
-}
-# Each key has an effect only if the setting has one of the values.
-_ONLY_WITH = {
-    "train.min_learning_rate": (
-        "train.schedule",
-        ("linear", "cosine", "warmup_stable_decay"),
-    ),
-}
-# The optimizer options that each optimizer has, with what a value must be.
-OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
-    "adamw": ("betas", "eps"),
-    "sgd": ("momentum",),
+    "model.load_in_4bit": "model.lora",
+    "data.images": "model.model_name_or_path",
+    "checkpoint.keep_best": "data.evaluation",
 }
 COLUMNS = ("text", "messages", "prompt", "completion")
 
@@ -137,48 +116,68 @@ def checkpoint_place(wanted: Checkpoint, run_folder: Path) -> str | None:
 
 
 def _contradictions(resolved: Resolved) -> Iterator[Mistake]:
-    values = resolved.values()
+    values, sources = resolved.values(), resolved.sources
+
+    def wrong(path: str, what: str, fix: str) -> Mistake:
+        return Mistake(where=sources[path].where, what=f"{path} {what}", fix=fix)
+
     for group in _AT_MOST_ONE:
         first, *more = [path for path in group if values[path] is not None] or [""]
         for path in more:
-            where = resolved.sources[first].where
-            yield Mistake(
-                where=resolved.sources[path].where,
-                what=f"{path} and {first} ({where}) are mutually exclusive",
-                fix="give one of the two",
-            )
+            other = f"{first} ({sources[first].where})"
+            yield wrong(path, f"and {other} are mutually exclusive", "give one of the two")
     for path, needed in _NEEDS.items():
-        # A file may list defaults, as the one in a run folder does: they have no effect.
-        is_default = values[path] in (None, fields.leaves()[path].default)
-        if is_default or any(values[setting] for setting in needed):
+        if values[path] and not values[needed]:
+            yield wrong(path, f"needs {needed}", f"leave it out, or give {needed}")
+    for path in functions_in(resolved):
+        name, own = values[path], OWN_NAMES.get(path, ())
+        if name is None or name in own:
             continue
-        yield Mistake(
-            where=resolved.sources[path].where,
-            what=f"{path} has no effect without {' or '.join(needed)}",
-            fix=f"leave it out, or give {needed[0]}",
+        module, _, function = str(name).partition(":")
+        if not module or not function:
+            known = f" nor one of {', '.join(own)}" if own else ""
+            fix = fields.suggest_name(str(name), own)
+            yield wrong(
+                path,
+                f"is {name!r}, which is not module:function{known}",
+                fix
+                or "write the dotted module name, a colon and the function: my_project.models:make",
+            )
+    settings = resolved.settings
+    model = settings.model
+    rank = None if model.lora is None else model.lora.get("r")
+    if model.lora is not None and (type(rank) is not int or rank < 1):
+        what = f"needs r, a whole number of at least 1; this is {rank}"
+        yield wrong("model.lora", what, "model.lora: {r: 16}")
+    if model.load_in_4bit and model.build is not None:
+        yield wrong(
+            "model.load_in_4bit",
+            f"needs weight files, but model.build ({sources['model.build'].where}) makes the model",
+            "give model.model_name_or_path instead of model.build",
         )
-    for path, (other, useful) in _ONLY_WITH.items():
-        if values[path] in (None, fields.leaves()[path].default) or values[other] in useful:
-            continue
-        shown = " or ".join(str(value).lower() for value in useful)
-        yield Mistake(
-            where=resolved.sources[path].where,
-            what=f"{path} has no effect with {other}: {str(values[other]).lower()}",
-            fix=f"leave it out, or use {other}: {shown}",
-        )
-    yield from _no_functions(resolved)
-    yield from _lora(resolved)
-    yield from _batch_sizes(resolved)
-    yield from _learning_rates(resolved)
-    yield from _optimizers(resolved)
-    yield from _training_times(resolved)
-    distributed = resolved.settings.distributed
+    for name in settings.data.columns or {}:
+        if name not in COLUMNS:
+            what = f"has {name!r}, which is none of {', '.join(COLUMNS)}"
+            yield wrong("data.columns", what, fields.suggest_name(name, COLUMNS))
+    try:
+        warmup_steps_of(settings.train, None)
+    except ValueError as error:
+        fix = "write a number of steps, or a share such as 3%"
+        yield wrong("train.warmup", f"is {settings.train.warmup!r}: {error}", fix)
+    every = settings.checkpoint.every
+    try:
+        if isinstance(every, str) and every != NEVER and parse_seconds(every) <= 0:
+            raise ValueError("it must be longer than 0 s")
+    except ValueError as error:
+        fix = "write a number of steps, a duration such as 10min, or never"
+        yield wrong("checkpoint.every", f"is {every!r}: {error}", fix)
+    distributed = settings.distributed
     if not distributed.enabled and (distributed.num_gpus or 1) > 1:
-        yield Mistake(
-            where=resolved.sources["distributed.num_gpus"].where,
-            what=f"distributed.num_gpus is {distributed.num_gpus}, but distributed.enabled is false "
-            f"({resolved.sources['distributed.enabled'].where}): one process uses one device",
-            fix="leave out one of the two",
+        yield wrong(
+            "distributed.num_gpus",
+            f"is {distributed.num_gpus}, but distributed.enabled is false "
+            f"({sources['distributed.enabled'].where}): one process uses one device",
+            "leave out one of the two",
         )
 
 
@@ -187,83 +186,6 @@ def functions_in(resolved: Resolved) -> list[str]:
     if resolved.settings.data.dataset is None:
         return [*FUNCTIONS]
     return [*FUNCTIONS, "data.evaluation"]
-
-
-def _no_functions(resolved: Resolved) -> Iterator[Mistake]:
-    values = resolved.values()
-    for path in functions_in(resolved):
-        name = values[path]
-        own = OWN_NAMES.get(path, ())
-        if name is None or name in own:
-            continue
-        module, _, function = str(name).partition(":")
-        if not module or not function:
-            known = f" nor one of {', '.join(own)}" if own else ""
-            similar = fields.suggest_name(str(name), own)
-            yield Mistake(
-                where=resolved.sources[path].where,
-                what=f"{path} is {name!r}, which is not module:function{known}",
-                fix=similar
-                or "write the dotted module name, a colon and the function: my_project.models:make",
-            )
-
-
-def _lora(resolved: Resolved) -> Iterator[Mistake]:
-    model = resolved.settings.model
-    rank = None if model.lora is None else model.lora.get("r")
-    if model.lora is not None and (type(rank) is not int or rank < 1):
-        yield Mistake(
-            where=resolved.sources["model.lora"].where,
-            what=f"model.lora needs r, a whole number of at least 1; this is {rank}",
-            fix="model.lora: {r: 16}",
-        )
-    if model.load_in_4bit and model.build is not None:
-        yield Mistake(
-            where=resolved.sources["model.load_in_4bit"].where,
-            what=f"model.load_in_4bit needs weight files to load, but model.build "
-            f"({resolved.sources['model.build'].where}) makes the model",
-            fix="give model.model_name_or_path instead of model.build, or leave out "
-            "model.load_in_4bit",
-        )
-
-
-def _batch_sizes(resolved: Resolved) -> Iterator[Mistake]:
-    train = resolved.settings.train
-    micro, whole = train.micro_batch_size, train.global_batch_size
-    if micro is not None and whole is not None and micro > whole:
-        yield Mistake(
-            where=resolved.sources["train.micro_batch_size"].where,
-            what=f"train.micro_batch_size is {micro}, but a step has only {whole} samples "
-            f"({resolved.sources['train.global_batch_size'].where})",
-            fix="reduce the micro-batch, or increase the global batch",
-        )
-
-
-def _learning_rates(resolved: Resolved) -> Iterator[Mistake]:
-    train = resolved.settings.train
-    try:
-        warmup = warmup_steps_of(train, train.steps)
-    except ValueError as error:
-        yield Mistake(
-            where=resolved.sources["train.warmup"].where,
-            what=f"train.warmup is {train.warmup!r}: {error}",
-            fix="write a number of steps, or a share such as 3%",
-        )
-        return
-    if train.steps is not None and warmup is not None and warmup > train.steps:
-        yield Mistake(
-            where=resolved.sources["train.warmup"].where,
-            what=f"train.warmup is {train.warmup}, but there are only {train.steps} "
-            f"steps ({resolved.sources['train.steps'].where})",
-            fix="use fewer warm-up steps: 10 % of all steps is usual",
-        )
-    if train.min_learning_rate >= train.learning_rate:
-        yield Mistake(
-            where=resolved.sources["train.min_learning_rate"].where,
-            what=f"train.min_learning_rate is {train.min_learning_rate:g}, but train.learning_rate is "
-            f"{train.learning_rate:g} ({resolved.sources['train.learning_rate'].where})",
-            fix="give a lower one",
-        )
 
 
 def warmup_steps_of(train: Train, total_steps: int | None) -> int | None:
@@ -277,46 +199,3 @@ def warmup_steps_of(train: Train, total_steps: int | None) -> int | None:
     if not train.warmup.endswith("%") or not 0 <= percent <= 100:
         raise ValueError("a share is from 0% to 100%")
     return None if total_steps is None else math.ceil(percent * total_steps / 100)
-
-
-def _optimizers(resolved: Resolved) -> Iterator[Mistake]:
-    known = OPTIMIZER_OPTIONS.get(resolved.settings.train.optimizer)
-    if known is not None:  # a function of the user's has its own
-        yield from _unknown_keys(resolved, "train.optimizer_options", known)
-    yield from _unknown_keys(resolved, "data.columns", COLUMNS)
-    checkpoint = resolved.settings.checkpoint
-    if checkpoint.keep_best and not saves_checkpoints(checkpoint):
-        yield Mistake(
-            where=resolved.sources["checkpoint.keep_best"].where,
-            what="checkpoint.keep_best has no effect with checkpoint.every: never",
-            fix="leave out one of the two",
-        )
-
-
-def _unknown_keys(resolved: Resolved, path: str, known: Sequence[str]) -> Iterator[Mistake]:
-    options = cast(Mapping[str, object], resolved.values()[path] or {})
-    for name in options:
-        if name not in known:
-            names = ", ".join(known) or "none"
-            yield Mistake(
-                where=resolved.sources[path].where,
-                what=f"{path} has {name!r}, which is not one of its options here: {names}",
-                fix=fields.suggest_name(name, known) or "leave it out",
-            )
-
-
-def _training_times(resolved: Resolved) -> Iterator[Mistake]:
-    every = resolved.settings.checkpoint.every
-    if isinstance(every, int) or every == NEVER:
-        return
-    try:
-        too_short = parse_seconds(every) <= 0
-        what = f"checkpoint.every is {every!r}, which is not greater than 0 s"
-    except ValueError as error:
-        too_short, what = True, f"checkpoint.every: {error}"
-    if too_short:
-        yield Mistake(
-            where=resolved.sources["checkpoint.every"].where,
-            what=what,
-            fix="write a number of steps, a duration such as 10min, or never",
-        )

@@ -24,22 +24,22 @@ def json_schema() -> dict[str, Any]:
         component["additionalProperties"] = (
             False  # an unknown key is an error, in the editor as well
         )
-    properties = components[Settings.__name__]["properties"]
+    top = components[Settings.__name__]["properties"]
     for name, group in fields.sections().items():
-        properties[name] = {
+        top[name] = {
             "description": components[group.__name__]["description"],
-            "anyOf": [properties[name], {"type": "null"}],  # a section with nothing below it
+            "anyOf": [top[name], {"type": "null"}],  # a section with nothing below it
         }
-    schema = {
+    for path, leaf in fields.leaves().items():
+        section, _, name = path.rpartition(".")
+        group = fields.sections()[section] if section else Settings
+        components[group.__name__]["properties"][name]["description"] = leaf.help
+    return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "torchmuster settings",
         **reference,
         "$defs": components,
     }
-    plain: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode(schema)
-    )  # a default may be a tuple
-    return plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

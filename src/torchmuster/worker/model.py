@@ -14,7 +14,7 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.data.tokenizers import Tokenizer, TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
-from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
+from torchmuster.train.models.blocks import recompute_blocks
 from torchmuster.train.models.factory import ModelRecipe, check_tokens, lost_updates
 from torchmuster.train.models.meta_init import build_for, build_on_meta, build_whole
 from torchmuster.train.models.parameters import peft_config
@@ -97,8 +97,6 @@ def model_of(
     notes = [*recipe.reasons(), *reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
         notes.append(recompute_blocks(model, wanted.activation_checkpointing).reason)
-    if wanted.compile:
-        notes.append(f"compiled modules: {compile_blocks(model)}")
     for reason in filter(None, notes):
         rank_zero_log(world, reason)
     strategy = strategies.build_strategy(

@@ -112,7 +112,7 @@ def test_errors_as_json_are_findings_on_stdout(
     found = json.loads(done.out)["findings"]
     assert [one["what"].split(": ")[0] for one in found] == [
         "broken.yaml:2:3",
-        "broken.yaml:3:16",
+        "broken.yaml:3:12",
         "broken.yaml:4:12",
     ]
     assert {(one["name"], one["status"]) for one in found} == {("config-error", "failure")}

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
@@ -29,19 +28,8 @@ def written(folder: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_a_missing_file_is_an_error_with_the_nearest_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("config.yaml", "a.yaml", "config.json"):
-        written(tmp_path, "").rename(tmp_path / name)
-    nearest = f"did you mean {tmp_path}/config.yaml?"
-    assert outcome(tmp_path / "confg.yaml") == f": no such file; {nearest}"
-    assert outcome(tmp_path / "config.yml") == f": no such file; {nearest}"
-    assert outcome(tmp_path / "zzzzz.yaml") == ": no such file"
-    assert outcome(tmp_path / "no" / "folder.yaml") == ": no such file"
-    monkeypatch.chdir(tmp_path)
-    found = outcome(Path("confg.yaml"))
-    assert found == f": no such file (in {tmp_path}); did you mean config.yaml?"
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    assert "No such file" in outcome(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -55,12 +43,8 @@ def test_a_missing_file_is_an_error_with_the_nearest_name(
         pytest.param(b"x" * 300_000, "", id="large"),
     ],
 )
-def test_a_file_of_something_else(
-    content: bytes, place: str, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    found = outcome(written(tmp_path, content))
-    assert found.startswith(f"{place}: ")
-    assert found == snapshot
+def test_a_file_of_something_else(content: bytes, place: str, tmp_path: Path) -> None:
+    assert outcome(written(tmp_path, content)).startswith(f"{place}: is not ")
 
 
 def test_a_device_or_a_pipe_is_not_read(tmp_path: Path) -> None:
@@ -80,27 +64,47 @@ def test_the_callers_own_pipe_is_read() -> None:
     assert settings.experiment_name == "piped"
 
 
+TOO_DEEP = "is nested too deeply: more than 20 levels"
+TOO_LARGE = "is too large: more than 10000 values"
+TAG = "the tag !!python/"
+ALIAS = "has an alias"
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "mistake"),
     [
-        pytest.param("distributed:\n\tnum_gpus: 1\n", ":2:1", id="tab"),
-        pytest.param("a: b: c\n", ":1:5", id="two values"),
-        pytest.param("distributed:\n  gpu_ids: [1\n", ":3:1", id="open list"),
-        pytest.param("experiment_name: 'llama\nmodel:\n", ":3:1", id="open quote"),
-        pytest.param("x: *nope\n", ":1:4", id="alias"),
-        pytest.param("a: 1\n---\nb: 2\n", ":2:1", id="two documents"),
-        pytest.param("%YAML 1.3\n---\n", "", id="YAML 1.3"),
-        pytest.param(": \n%YAML 2.0  ", "", id="YAML 2.0"),
-        pytest.param('a: "\\UFFFFFFFF"', "", id="no character"),
-        pytest.param('a: "\\U00110000"', "", id="past Unicode"),
+        ("distributed:\n\tnum_gpus: 1\n", ":2:1: is not YAML: "),
+        ("a: b: c\n", ":1:5: is not YAML: "),
+        ("distributed:\n  gpu_ids: [1\n", ":3:1: is not YAML: "),
+        ("experiment_name: 'llama\nmodel:\n", ":3:1: is not YAML: "),
+        ("a: 1\n---\nb: 2\n", ":2:1: is not YAML: "),
+        ("%YAML 1.3\n---\n", ": is not YAML: "),
+        (": \n%YAML 2.0  ", ": is not YAML: "),
+        ('a: "\\UFFFFFFFF"', ": is not YAML: "),
+        ('a: "\\U00110000"', ": is not YAML: "),
+        ("x: *nope\n", f":1:4: {ALIAS}"),
+        ("distributed:\n  gpu_ids: &g [0, *g]\n", f":2:19: {ALIAS}"),
+        ("distributed: &d\n  num_gpus: *d\n", f":2:13: {ALIAS}"),
+        ('zzz: !!python/object/apply:os.system ["touch x"]', f":1:6: {TAG}"),
+        ("distributed: !!python/object/new:os.system [touch x]", f":1:14: {TAG}"),
+        ("experiment_name: !!python/name:os.system ''", f":1:18: {TAG}"),
+        ("distributed: {gpu_ids: [0, !!python/module:os '']}", f":1:28: {TAG}"),
+        ("[" * 20_000, f":1:21: {TOO_DEEP}"),
+        ("{a: " * 20_000, f":1:81: {TOO_DEEP}"),
+        (f"experiment_name: {'[' * 200}{']' * 200}", f":1:37: {TOO_DEEP}"),
+        (f"distributed: {{gpu_ids: [{'0, ' * 12_000}]}}", TOO_LARGE),
+        (f"distributed: {{num_gpus: {'9' * 5000}}}", ":1:25: distributed.num_gpus: "),
+        ('experiment_name: "a\\uD800b"', ":1:18: experiment_name: "),
     ],
+    ids=lambda text: text[:20],
 )
-def test_what_is_not_yaml_is_reported_at_its_place(
-    text: str, place: str, tmp_path: Path, snapshot: SnapshotAssertion
+def test_each_gives_one_message_with_its_place(
+    text: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = outcome(written(tmp_path, text))
-    assert found.startswith(f"{place}: ")
-    assert found == snapshot
+    monkeypatch.chdir(tmp_path)
+    assert mistake in outcome(written(tmp_path, text))
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -111,83 +115,15 @@ def test_an_empty_file_or_section_gives_the_defaults(text: str, tmp_path: Path) 
     assert resolve_settings(file=written(tmp_path, text)) == resolve_settings()
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("start", ["", "\ufeff"])
+@pytest.mark.parametrize(("start", "end"), [("", "\r\n"), ("\ufeff", "\r")])
 def test_files_from_other_systems_are_read(start: str, end: str, tmp_path: Path) -> None:
     text = start + end.join(["experiment_name: größer", "distributed:", "  num_gpus: 0", ""])
-    assert outcome(written(tmp_path, text)).startswith(":3:13: distributed.num_gpus must be")
-    text = start + end.join(["experiment_name: 3", ""])
-    assert outcome(written(tmp_path, text)).startswith(":1:18: experiment_name must be")
+    assert outcome(written(tmp_path, text)).startswith(":3:13: distributed.num_gpus: ")
 
 
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        ('!!python/object/apply:os.system ["touch x"]', "apply:os.system"),
-        ("!!python/object/new:os.system [touch x]", "new:os.system"),
-        ("!!python/name:os.system ''", "name:os.system"),
-        ("!!python/module:os ''", "module:os"),
-        ("[0, !!python/object/apply:os.system [touch x]]", "apply:os.system"),
-    ],
-)
-@pytest.mark.parametrize("key", ["experiment_name", "distributed: {gpu_ids", "distributed", "zzz"])
-def test_tags_of_a_program_run_nothing(
-    key: str, value: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = outcome(written(tmp_path, f"{key}: {value}" + ("}" if "{" in key else "")))
-    assert found.split(": ", 1)[1].startswith("the tag !!python/")
-    assert found.endswith(f"{place} has no meaning here")
-    assert [one.name for one in tmp_path.iterdir()] == ["c.yaml"]
-
-
-def test_a_number_that_is_none_is_a_text(tmp_path: Path) -> None:
-    for value, shown in [
-        ("!!int abc", "abc"),
-        ("!!float abc", "abc"),
-        ("9" * 5000, "9" * 59 + "…"),
-    ]:
-        found = outcome(written(tmp_path, f"distributed: {{num_gpus: {value}}}"))
-        assert found.startswith(":1:25: distributed.num_gpus ")
-        assert found.endswith(f" '{shown}'")
-    found = outcome(written(tmp_path, "distributed: {enabled: !!bool abc}"))
-    assert found.startswith(":1:24: distributed.enabled ")
-    assert found.endswith(" 'abc'")
-
-
-def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
-    found = outcome(written(tmp_path, 'experiment_name: "a\\uD800b"'))
-    assert found.startswith(":1:18: experiment_name ")
-    assert found.endswith(r" 'a\ud800b'")
+def test_a_variable_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(ConfigError):
         resolve_settings(environment={"TORCHMUSTER_EXPERIMENT_NAME": os.fsdecode(b"caf\xe9")})
-
-
-TOO_DEEP = " 20 levels"
-TOO_LARGE = " 10000 values"
-BOMB = "- &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"    - &l{n + 1} [{', '.join([f'*l{n}'] * 9)}]\n" for n in range(12)
-)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("distributed:\n  gpu_ids: &g [0, *g]\n", TOO_DEEP),
-        ("distributed: &d\n  num_gpus: *d\n", TOO_DEEP),
-        ("&r {model: {device_map: *r}}", TOO_DEEP),
-        (f"distributed:\n  gpu_ids:\n    {BOMB}", TOO_LARGE),
-        (f"zzz:\n    {BOMB}", TOO_LARGE),
-        ("[" * 20_000, TOO_DEEP),
-        ("{a: " * 20_000, TOO_DEEP),
-        (f"experiment_name: {'[' * 200}{']' * 200}", TOO_DEEP),
-        (f"distributed: {{gpu_ids: [{'0, ' * 12_000}]}}", TOO_LARGE),
-    ],
-    ids=lambda text: text[:20],
-)
-def test_what_would_be_endless_is_refused(text: str, problem: str, tmp_path: Path) -> None:
-    assert problem in outcome(written(tmp_path, text))
 
 
 PIECES = [

@@ -1,12 +1,11 @@
 """The JSON Schema: valid, complete, and of one mind with the command about what is right."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from torchmuster.config import fields, yaml12
+from torchmuster.config import yaml12
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.written import json_schema
 from torchmuster.errors import ConfigError
@@ -71,7 +70,6 @@ train:
   precision: bf16
   seed: 1
   activation_checkpointing: 2
-  compile: true
   log_every: 1
   evaluate_every: 100
 checkpoint:
@@ -98,7 +96,6 @@ GOOD = [
     "distributed: {num_gpus: null, gpu_ids: null, master_port: null}",
     "distributed: {gpu_ids: [0:1, GPU-0515791b, '7']}",
     "distributed: {master_port: 65535, num_gpus: 1}",
-    "experiment_name: no",
     "experiment_name: 2026-01-01",
     "train: {activation_checkpointing: full, learning_rate: 1}",
     "train: {optimizer: 'my_code:make', schedule: warmup_stable_decay, warmup: 7}",
@@ -108,62 +105,22 @@ BAD = [
     "train: {warmup: 1.5}",
     "[]",
     "text",
-    "3",
     "modle: {}",
-    "num_gpus: 2",
     "distributed.num_gpus: 2",
     "distributed: 3",
-    "distributed: []",
-    "distributed: text",
-    "distributed: true",
     "distributed: {num_gpu: 2}",
-    "distributed: {torch_dtype: auto}",
     "distributed: {num_gpus: 0}",
-    "distributed: {num_gpus: -1}",
-    "distributed: {num_gpus: 1e-5}",
     "distributed: {num_gpus: 1.5}",
-    "distributed: {num_gpus: '2'}",
-    "distributed: {num_gpus: true}",
-    "distributed: {num_gpus: [2]}",
-    "distributed: {num_gpus: {a: 1}}",
-    "distributed: {gpu_ids: 0}",
-    "distributed: {gpu_ids: '0,2'}",
     "distributed: {gpu_ids: []}",
-    "distributed: {gpu_ids: [-1]}",
-    "distributed: {gpu_ids: [0.5]}",
-    "distributed: {gpu_ids: ['']}",
     "distributed: {gpu_ids: [null]}",
-    "distributed: {gpu_ids: [true]}",
-    "distributed: {gpu_ids: [[0]]}",
     "distributed: {enabled: yes}",
-    "distributed: {enabled: 1}",
-    "distributed: {enabled: null}",
-    "distributed: {strategy: ddb}",
-    "distributed: {strategy: DDP}",
     "distributed: {strategy: null}",
-    "distributed: {master_port: 0}",
     "distributed: {master_port: 65536}",
-    "model: {device_map: gpu}",
-    "model: {torch_dtype: bf16}",
     "model: {model_name_or_path: ''}",
-    "model: {model_name_or_path: 7}",
-    "model: {lora: 0}",
     "data: {files: [a, 3]}",
-    "data: {sequence_length: 1}",
     "train: {learning_rate: 0}",
-    "train: {learning_rate: 1e-4x}",
-    "train: {weight_decay: -0.1}",
-    "metrics: {sinks: mlflow}",
     "metrics: {sinks: [tensorbord]}",
-    "train: {activation_checkpointing: some}",
     "train: {activation_checkpointing: 0}",
-    "train: {seed: -1}",
-    "train: {lr: 1}",
-    "experiment_name: ''",
-    "experiment_name: 12",
-    "experiment_name: true",
-    "experiment_name: ~",
-    "experiment_name: [a]",
 ]
 
 
@@ -184,14 +141,6 @@ def command_accepts(folder: Path, text: str) -> bool:
     return True
 
 
-def properties(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    if isinstance(schema, dict):
-        for name, one in schema.get("properties", {}).items():
-            yield f"{path}/{name}", one
-        for name, inner in schema.items():
-            yield from properties(inner, f"{path}/{name}")
-
-
 @pytest.mark.parametrize("text", GOOD)
 def test_what_is_right_is_accepted_by_schema_and_command(text: str, tmp_path: Path) -> None:
     assert schema_accepts(text)
@@ -209,13 +158,3 @@ def test_the_example_with_all_keys_has_all_keys(tmp_path: Path) -> None:
     path.write_text(ALL_KEYS)
     sources = resolve_settings(file=path).sources
     assert [name for name, source in sources.items() if source.where == "default"] == []
-
-
-def test_every_setting_shows_its_help_and_default() -> None:
-    groups = json_schema()["$defs"]
-    for path, leaf in fields.leaves().items():
-        section, _, name = path.rpartition(".")
-        group = fields.sections()[section].__name__ if section else "Settings"
-        shown = groups[group]["properties"][name]
-        default = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
-        assert (shown["description"], shown["default"]) == (leaf.help, default)
