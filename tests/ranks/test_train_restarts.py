@@ -1,4 +1,4 @@
-"""``muster train`` goes on by itself after a rank's or its launcher's death, and ends a crash loop."""
+"""``muster train`` goes on by itself after a rank's or its launcher's death, and ends without a newer checkpoint."""
 
 import contextlib
 import json
@@ -117,18 +117,18 @@ def test_a_run_survives_the_death_of_a_rank_and_of_its_launcher(
 
 
 @pytest.mark.nightly
-def test_a_crash_loop_ends_with_its_reason(folder: Path) -> None:
+def test_restarts_end_without_a_newer_checkpoint(folder: Path) -> None:
     (folder / "broken").touch()
-    with launched(folder, *TRAIN, "--max-restarts", "10") as run:
+    with launched(folder, *TRAIN, "--max-restarts", "2") as run:
         result = run.end()
         run.wait_until_nothing_lives()
     assert result.code == 1, run
     # An attempt that saved a later step than the one before has got on, and does not count.
-    assert 2 <= result.err.count("; restarting") < 10
+    assert result.err.count("; restarting") >= 2
     saved = max(committed_steps(run))
-    (reason,) = re.findall(r"why (crash loop: .*)", " ".join(result.err.split()))
-    assert reason.startswith("crash loop: failed 3 times after step "), reason
-    assert f"with the same error; the last good checkpoint is step {saved}" in reason
+    assert f"allowed restarts: 2; the last good checkpoint is step {saved}" in " ".join(
+        result.err.split()
+    )
     state = run_state.read_state(run.run)
     assert state is not None
     assert "ValueError: row 248 is broken" in state.headline

@@ -1,4 +1,4 @@
-"""Job scripts on a real cluster: submitted, warned, cancelled, preempted, requeued."""
+"""Jobs on a real cluster: submitted, warned, cancelled, preempted, requeued."""
 
 import json
 import re
@@ -12,7 +12,12 @@ import pytest
 from slurm.slurm_lab import SlurmLab, SubmittedJob
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers.slurm.submit import cancel_job, log_of, render_script, submit_job
+from torchmuster.launch.schedulers.slurm.submit import (
+    cancel_job,
+    log_of,
+    sbatch_command,
+    submit_job,
+)
 
 FAKE = (
     *("env", "--block-signal=USR1"),  # until it listens
@@ -24,7 +29,7 @@ Submit = Callable[..., SubmittedJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Submit:
-    """``start("wait", "5", nodes=2)`` renders and submits a job.
+    """``start("wait", "5", nodes=2)`` submits a job.
 
     What waits ends earlier once there is a file ``enough`` in its folder. ``sbatch`` are more arguments.
     """
@@ -39,10 +44,10 @@ def start(tmp_path: Path) -> Submit:
         folder.mkdir(exist_ok=True)
         spec = JobSpec(name=name, command=("train.py",), folder=str(folder))
         command = [*FAKE, *words]
-        script = render_script(
+        sbatch_words = sbatch_command(
             spec, command, Path("runs"), nodes=nodes, no_kill=False, sbatch_arguments=sbatch
         )
-        number = submit_job(script, run_root=folder / "runs")
+        number = submit_job(sbatch_words, run_root=folder / "runs")
         return SubmittedJob(number=number, log=log_of(number, folder / "runs"))
 
     return start

@@ -27,7 +27,6 @@ class KubernetesOptions(ScriptOptions):
 
     image: str = flag("the container image", default="", required=True)
     name: str | None = flag("name of the job (default: the script's name)")
-    namespace: str | None = flag("namespace of the job (default: kubectl's current one)")
     nodes: int = flag("number of pods (default: 1)", default=1, parse=count, metavar="N")
     gpus_per_node: int = flag("GPUs per pod", default=0, parse=count, metavar="N")
     ranks: int | None = flag("processes per pod (default: one per GPU)", parse=count, metavar="N")
@@ -87,7 +86,6 @@ def _request(options: KubernetesOptions) -> "PodsRequest":
         image=options.image,
         command=tuple(command),
         subcommand="train" if is_train else "run",
-        namespace=options.namespace,
         nodes=options.nodes,
         gpus_per_node=options.gpus_per_node,
         ranks=options.ranks,

@@ -24,15 +24,15 @@ def submits(options: HostOptions) -> bool:
 
 
 def submit(options: HostOptions, spec: JobSpec, script: Sequence[str] = ()) -> int:
-    """Submit a job that runs this command line; ``--dry-run`` prints the job script instead.
+    """Submit a job that runs this command line; ``--dry-run`` prints the sbatch command instead.
 
     The job is not followed: its number is printed, with the commands that show its output and cancel it.
     """
-    from torchmuster.launch.schedulers.slurm.submit import log_of, render_script, submit_job
+    from torchmuster.launch.schedulers.slurm.submit import log_of, sbatch_command, submit_job
 
     nodes = options.nodes or NodeCounts(least=1, most=1)
     typed = [word for word in options.command_line if word != "--dry-run"]
-    job_script = render_script(
+    sbatch = sbatch_command(
         spec,
         [*COMMAND, *typed, *script],
         options.runs,
@@ -41,9 +41,9 @@ def submit(options: HostOptions, spec: JobSpec, script: Sequence[str] = ()) -> i
         sbatch_arguments=options.sbatch or [],
     )
     if isinstance(options, RunControl) and options.dry_run:
-        output.print_text(job_script, end="")
+        output.print_text(shlex.join(sbatch))
         return ExitCode.GOOD
-    job = submit_job(job_script, run_root=options.runs)
+    job = submit_job(sbatch, run_root=options.runs)
     output.print_text(job)
     output.say(f"muster: submitted as job {job}; squeue --jobs={job} shows its state")
     output.say(f"muster: to see its output: tail -F {shlex.quote(str(log_of(job, options.runs)))}")

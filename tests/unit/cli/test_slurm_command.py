@@ -11,6 +11,12 @@ from muster_command import Muster
 pytestmark = pytest.mark.slow
 
 
+def command_in_the_job(shown: str) -> list[str]:
+    """Return what the job runs, of the sbatch command that --dry-run printed."""
+    *_, last = shlex.split(shown)
+    return shlex.split(last.removeprefix("--wrap=exec "))
+
+
 @pytest.mark.parametrize(
     ("words", "inside"),
     [
@@ -26,7 +32,7 @@ def test_in_the_job_the_same_script_runs_whatever_its_name(
         (own_machine / name).write_text("print('training')\n")
     shown = muster("run", "--slurm", "--dry-run", "--device", "cpu", *words)
     assert shown.code == 0, shown.err
-    _, *command = shlex.split(shown.out.splitlines()[-1])
+    command = command_in_the_job(shown.out)
     assert command[1:] == ["-m", "torchmuster", "run", "--slurm", "--device=cpu", *inside]
     env = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
     here = muster(*command[3:4], "--dry-run", *command[4:], env=env)
@@ -59,13 +65,13 @@ def test_inside_a_job_its_nodes_are_used(
     assert "srun: error: no" in result.err
 
 
-def test_arguments_of_sbatch_are_in_the_script_only(muster: Muster, own_machine: Path) -> None:
+def test_arguments_of_sbatch_are_those_of_the_job(muster: Muster, own_machine: Path) -> None:
     (own_machine / "train.py").touch()
     arguments = "--partition=gpu -C 'a b' --signal=B:USR1@300"
     shown = muster("run", "--slurm", "--dry-run", "--sbatch", arguments, "train.py")
     assert shown.code == 0, shown.err
-    assert '\n#SBATCH --partition=gpu -C "a b" --signal=B:USR1@300\n' in shown.out
-    _, *command = shlex.split(shown.out.splitlines()[-1])
+    assert "--partition=gpu -C 'a b' --signal=B:USR1@300 '--wrap=" in shown.out
+    command = command_in_the_job(shown.out)
     assert command[1:5] == ["-m", "torchmuster", "run", "--slurm"]
     assert command[6:] == ["train.py"]
 

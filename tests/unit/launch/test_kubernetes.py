@@ -162,10 +162,3 @@ def test_the_name_of_the_job(
 ) -> None:
     _, job = documents(printed(capsys, *command))
     assert job["metadata"]["name"] == name
-
-
-def test_the_secret_is_created_in_the_namespace(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--nodes", "2", "--namespace", "research", "train.py")
-    assert "create secret generic --namespace research train-join" in text.splitlines()[0]
-    for document in documents(text):
-        assert document["metadata"]["namespace"] == "research"

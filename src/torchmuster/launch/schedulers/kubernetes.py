@@ -29,7 +29,7 @@ _TEMPLATE = """\
 apiVersion: v1
 kind: Service
 metadata:
-  name: {name}{namespace}
+  name: {name}
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
@@ -39,7 +39,7 @@ spec:
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {name}{namespace}
+  name: {name}
 spec:
   completionMode: Indexed
   completions: {nodes}
@@ -93,14 +93,12 @@ class PodsRequest:
     """A job in pods: the image, the number of pods, and what ``muster`` runs in them.
 
     ``command`` follows ``muster run`` or ``muster train`` (``subcommand``). ``ranks`` per pod; None: one per GPU, or one without GPUs.
-    ``namespace`` None is kubectl's current one.
     """
 
     name: str
     image: str
     command: tuple[str, ...]
     subcommand: Literal["run", "train"] = "run"
-    namespace: str | None = None
     nodes: int = 1
     gpus_per_node: int = 0
     ranks: int | None = None
@@ -118,9 +116,6 @@ def render_job(request: PodsRequest) -> str:
     _check(request)
     seconds_to_end = math.ceil(request.grace_s) + _TO_END_S
     final_codes = sorted({*map(int, node_group.FINAL - {ExitCode.GOOD}), *_NO_COMMAND})
-    namespace = ""
-    if request.namespace is not None:
-        namespace = f"\n  namespace: {_quoted(request.namespace)}"
     resources = "{}"
     if request.gpus_per_node:
         resources = f"{{limits: {{nvidia.com/gpu: {request.gpus_per_node}}}}}"
@@ -128,7 +123,6 @@ def render_job(request: PodsRequest) -> str:
     variables = [f"        - {{{line}}}" for line in _variables(request, seconds_to_end)]
     return _TEMPLATE.format(
         name=_quoted(request.name),
-        namespace=namespace,
         image=_quoted(request.image),
         nodes=request.nodes,
         replacements=max(_REPLACEMENTS, _REPLACEMENTS_PER_POD * request.nodes),
@@ -143,11 +137,8 @@ def render_job(request: PodsRequest) -> str:
 
 def secret_command(request: PodsRequest) -> str:
     """Return the command that creates the Secret with which the pods find each other."""
-    namespace = ""
-    if request.namespace is not None:
-        namespace = f" --namespace {request.namespace}"
     value = '--from-literal=secret="$(openssl rand -hex 32)"'
-    return f"kubectl create secret generic{namespace} {request.name}-join {value}"
+    return f"kubectl create secret generic {request.name}-join {value}"
 
 
 def _check(request: PodsRequest) -> None:

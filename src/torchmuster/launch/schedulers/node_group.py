@@ -5,10 +5,12 @@ to it, and prove with a secret that they belong to the run. A node that is repla
 again. The scheduler only has to start the command again; its API is not used.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from torchmuster.errors import ExitCode, Impossible
 from torchmuster.launch.history import run_state
@@ -35,10 +37,8 @@ FINAL = frozenset(
 )
 
 _SHORTEST_SECRET = 16
-_RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
-_ADDRESS = re.compile(
-    r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?::(?P<port>\d{1,5}))?"
-)
+_RUN_ID = r"\A[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?\Z"
+_ADDRESS = r"\A[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?::[1-9]\d{0,4})?\Z"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,72 +80,54 @@ class NodeGroup:
         return state.exit_code if state is not None and state.exit_code in FINAL else None
 
 
+class _Variables(msgspec.Struct, kw_only=True, rename=str.upper):
+    """The variables that describe a node, as a scheduler sets them."""
+
+    torchmuster_nnodes: Annotated[int, msgspec.Meta(ge=1)]
+    torchmuster_node_rank: Annotated[int, msgspec.Meta(ge=0)]
+    torchmuster_launcher: Annotated[str, msgspec.Meta(pattern=_ADDRESS)] = ""
+    torchmuster_join_secret: Annotated[str, msgspec.Meta(min_length=_SHORTEST_SECRET)] = ""
+    torchmuster_run_id: Annotated[str, msgspec.Meta(pattern=_RUN_ID)] | None = None
+    torchmuster_job_uid: str = ""
+
+
 def group_here(environment: Mapping[str, str]) -> NodeGroup | None:
     """Return the group that this process belongs to; None if the scheduler has not described one."""
     if NODES not in environment and NODE_RANK not in environment:
         return None
-    nodes = _number(environment, NODES, least=1)
-    node_rank = _number(environment, NODE_RANK, least=0)
+    known = {name: environment[name] for name in VARIABLES if name in environment}
+    if known.get(NODES) == "1":  # it connects to nothing
+        known.pop(LAUNCHER, None)
+        known.pop(SECRET, None)
+    try:
+        variables = msgspec.convert(known, _Variables, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+    nodes, node_rank = variables.torchmuster_nnodes, variables.torchmuster_node_rank
     if node_rank >= nodes:
-        raise Impossible(
-            f"{NODE_RANK}={node_rank}, but {NODES}={nodes}",
-            why="node ranks begin with 0",
-            fix=f"{NODE_RANK} must be less than {NODES}",
-        )
-    run_id = environment.get(RUN_ID)
-    if run_id is not None and not _RUN_ID.fullmatch(run_id):
-        raise Impossible(
-            f"{RUN_ID}={run_id!r} is not a valid run id",
-            why="it has at most 64 lowercase letters, digits and dashes",
-        )
-    job_uid = environment.get(JOB_UID, "")
+        raise _wrong(f"{NODE_RANK} is {node_rank}, but {NODES} is {nodes}; node ranks begin with 0")
+    run_id, job_uid = variables.torchmuster_run_id, variables.torchmuster_job_uid
     if nodes == 1:
         return NodeGroup(nodes=1, node_rank=0, run_id=run_id, job_uid=job_uid)
-    launcher, port = _launcher_address(environment.get(LAUNCHER, ""))
+    missing = [name for name in (LAUNCHER, SECRET) if name not in known]
+    if missing:
+        raise _wrong(f"{missing[0]} is not set")
+    host, _, port = variables.torchmuster_launcher.partition(":")
     return NodeGroup(
         nodes=nodes,
         node_rank=node_rank,
-        launcher=launcher,
-        port=port,
-        secret=_checked_secret(environment.get(SECRET, "")),
+        launcher=host,
+        port=int(port or LAUNCHER_PORT),
+        secret=variables.torchmuster_join_secret,
         run_id=run_id,
         job_uid=job_uid,
     )
 
 
-def _launcher_address(text: str) -> tuple[str, int]:
-    address = _ADDRESS.fullmatch(text)
-    port = LAUNCHER_PORT
-    if address is not None and address["port"]:
-        port = int(address["port"])
-    if address is None or not 1 <= port <= 65535:
-        raise Impossible(
-            f"{LAUNCHER}={text!r} is not the address of the launcher",
-            why="the other nodes connect to the node with rank 0",
-            fix=f"{LAUNCHER}=NAME, or NAME:PORT (default port: {LAUNCHER_PORT})",
-        )
-    return address["host"], port
-
-
-def _checked_secret(secret: str) -> str:
-    if len(secret) >= _SHORTEST_SECRET:
-        return secret
-    mistake = "is too short" if secret else "is not set"
-    raise Impossible(
-        f"{SECRET} {mistake}",
-        why=f"the nodes prove with it that they belong to the run; it has at least {_SHORTEST_SECRET} characters",
-        fix="openssl rand -hex 32  # the same value on every node, for example from a Secret",
+def _wrong(why: str) -> Impossible:
+    return Impossible(
+        "the variables that describe this node of a group are wrong",
+        why=why,
+        fix=f"{NODES}=4 {NODE_RANK}=0 {LAUNCHER}=NAME, or NAME:PORT (default port: {LAUNCHER_PORT})\n"
+        f"{SECRET}=$(openssl rand -hex 32)  # the same value on every node, at least {_SHORTEST_SECRET} characters",
     )
-
-
-def _number(environment: Mapping[str, str], name: str, *, least: int) -> int:
-    text = environment.get(name, "")
-    if not text.isdecimal() or int(text) < least:
-        raise Impossible(
-            f"{name}={text!r} is not a number of at least {least}"
-            if text
-            else f"{name} is not set",
-            why=f"{NODES} and {NODE_RANK} together describe this node",
-            fix=f"set both, or unset both: {NODES}=4 {NODE_RANK}=0",
-        )
-    return int(text)

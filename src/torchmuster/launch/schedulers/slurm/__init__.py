@@ -1,4 +1,4 @@
-"""Slurm: render, submit and follow job scripts, and run inside an allocation.
+"""Slurm: submit jobs, and run inside an allocation.
 
 See README.md in this folder.
 """

@@ -34,7 +34,7 @@ Ask = Callable[[Sequence[str]], SlurmAnswer | None]
 
 
 def run_slurm_command(
-    command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None
 ) -> SlurmAnswer | None:
     """Run a Slurm client; return None if the program is not installed."""
     if shutil.which(command[0]) is None:
@@ -42,7 +42,7 @@ def run_slurm_command(
     try:
         done = subprocess.run(
             list(command),
-            input=stdin,
+            stdin=subprocess.DEVNULL,
             env=environment,
             capture_output=True,
             encoding="utf-8",
@@ -56,10 +56,10 @@ def run_slurm_command(
 
 
 def require_slurm(
-    command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None
 ) -> SlurmAnswer:
     """Run a Slurm client; raise Impossible if the program is not installed."""
-    answer = run_slurm_command(command, stdin=stdin, environment=environment)
+    answer = run_slurm_command(command, environment=environment)
     if answer is None:
         raise Impossible(
             f"Slurm's {command[0]} is not installed on this host",
