@@ -24,20 +24,18 @@ from peak_memory.cases import Case, chosen, drawn
 from peak_memory.table import as_table
 from peak_memory.truth import STEADY, Truth
 
+from torchmuster.errors import Impossible
 from torchmuster.plan import estimate
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware
-from torchmuster.plan.proof.real_ranks import RealSteps
-from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
+from torchmuster.plan.real_steps import RealSteps
+from torchmuster.plan.record import TraceRequest
+from torchmuster.plan.tracer import Tracer
 
 # Only its kind matters here: tensors of ranks on a CPU need no caching allocator.
-_LINK = 1e9
 _HERE = Hardware(
     card=Gpu(name="CPU", kind="cpu", memory_bytes=2**34, flops={}, bandwidth_bytes_s=1e10),
     machines=1,
     cards_per_machine=4,
-    within_bytes_s=_LINK,
-    between_bytes_s=_LINK,
 )
 
 
@@ -62,11 +60,10 @@ def predict(case: Case, tracer: Tracer, folder: Path) -> dict[str, Any]:
     work, candidate = case.work(folder), case.candidate()
     whole = TraceRequest(work=work, candidate=candidate, kernels="cpu")
     asked = estimate.trace_requests(work, candidate, kernels="cpu")
-    first, *rest = tracer.records([whole, *asked])
-    records = [one for one in rest if isinstance(one, TraceRecord)]
-    if isinstance(first, TraceRefused) or len(records) < len(rest):
-        refused = next(one for one in (first, *rest) if isinstance(one, TraceRefused))
-        return {"refused": f"{refused.what}; {refused.why}"}
+    try:
+        first, *records = map(tracer.trace, [whole, *asked])
+    except Impossible as error:
+        return {"refused": f"{error.what}; {error.why}"}
     planned = estimate.predict_memory(records, candidate, hardware=_HERE)
     return {
         "traced_bytes": first.peak_bytes,
@@ -83,7 +80,7 @@ def run(cases: Sequence[Case], out: Path, folder: Path, *, seed: int | None) -> 
     print(f"{len(cases)} cases, {len(cases) - len(missing)} of them done already", file=sys.stderr)
     if not missing:
         return
-    with Truth(folder) as truth, Tracer(cache=folder / "traces") as tracer:
+    with Truth(folder) as truth, Tracer() as tracer:
         for number, case in enumerate(missing, start=1):
             begun_s = time.monotonic()
             line = {"name": case.name, "case": asdict(case), "seed": seed}

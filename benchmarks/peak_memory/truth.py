@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import msgspec
 
-from torchmuster.plan.proof.real_ranks import RealSteps
+from torchmuster.plan.real_steps import RealSteps
 from torchmuster.runfolder import write_atomically
 
 _BENCHMARKS = Path(__file__).parents[1]
@@ -161,8 +161,13 @@ def _take_steps(steps: RealSteps, rank: int, ranks: int, folder: Path) -> None:
     from torchmuster.train.world import all_gather_object, join_world
 
     os.chdir(steps.work.folder)
+    layout = steps.candidate.layout
+    here = layout.shards if layout.shards > 1 else ranks  # as hybrid shards
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank % here),
+        LOCAL_WORLD_SIZE=str(here),
     )
     dist.init_process_group(
         "gloo",

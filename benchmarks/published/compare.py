@@ -4,7 +4,7 @@ Only rows that the product itself could train are compared: FSDP, hybrid shardin
 factor of the allocator and its band, and the constant of the speed and its band, come from this
 page: each row is judged by constants of the other rows.
 
-    python benchmarks/published/compare.py --cache /tmp/published
+    python benchmarks/published/compare.py
 """
 
 import argparse
@@ -22,6 +22,7 @@ import traced  # noqa: E402
 from rows import Row, read  # noqa: E402
 
 from torchmuster.plan import estimate  # noqa: E402
+from torchmuster.plan.tracer import Tracer  # noqa: E402
 
 NOTE = (
     "The mean is above 8 % because of the row *7B, FSDP 8, full*: its traced tensors alone (20.3 GiB) "
@@ -104,14 +105,13 @@ def speed_table(by_stack: dict[str, list[Figure]]) -> tuple[list[str], list[floa
 def main() -> None:
     """Write the page, and print the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, required=True, help="where traces are kept")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     published = read()
     reserved: list[Figure] = []
     compiled: list[Figure] = []
     speeds: dict[str, list[Figure]] = {}
-    with traced.tracer(options.cache) as tracer:
+    with Tracer(say=print) as tracer:
         by_trace = traced.Traced(published, tracer)
         for row in published.rows:
             if not row.is_plain:
@@ -141,7 +141,7 @@ def page(
         "# Plans compared with published training runs",
         "No GPU was available for the development of the planner. This page compares its forecasts "
         "with published runs of models that Muster itself could train. Written by\n\n"
-        "    python benchmarks/published/compare.py --cache /tmp/published",
+        "    python benchmarks/published/compare.py",
         "## Memory that PyTorch's allocator reserves, eager",
         f"Published reserved memory over traced tensors: {'; '.join(ratio)}. Each forecast is the "
         "traced tensors times the geometric mean of the *other* rows' ratios (of all rows: "

@@ -153,11 +153,12 @@ class Published:
                 memory_bytes=int(known["memory_gib"] * GiB),
                 flops={"bfloat16": known["bfloat16_flops"], "float32": 60e12},
                 bandwidth_bytes_s=known["bandwidth_bytes_s"],
+                within_bytes_s=known["within_bytes_s"],
+                network_bytes_s=known["between_bytes_s"],
+                network_is_shared=False,
             ),
             machines=machines,
             cards_per_machine=min(row.cards_per_machine, row.spread.ranks),
-            within_bytes_s=known["within_bytes_s"],
-            between_bytes_s=known["between_bytes_s"],
         )
 
     def constant(self, stack: str) -> Row:

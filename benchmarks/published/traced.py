@@ -1,14 +1,10 @@
 """Memory and speed of a published row as ``muster plan`` forecasts them: from traces."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 from rows import Published, Row
 
-from torchmuster.errors import MusterError
 from torchmuster.plan import estimate
-from torchmuster.plan.record import TraceRecord, TraceRequest
-from torchmuster.plan.tracing.tracer import Tracer, TraceRefused
+from torchmuster.plan.record import TraceRecord
+from torchmuster.plan.tracer import Tracer
 from torchmuster.units import GiB
 
 
@@ -37,18 +33,5 @@ class Traced:
     def _records_of(self, row: Row) -> list[TraceRecord]:
         if row.name not in self._records:
             wanted = estimate.trace_requests(row.work, row.candidate, kernels="cuda")
-            self._records[row.name] = self._traced(wanted)
+            self._records[row.name] = [self._tracer.trace(request) for request in wanted]
         return self._records[row.name]
-
-    def _traced(self, wanted: Sequence[TraceRequest]) -> list[TraceRecord]:
-        records = []
-        for found in self._tracer.records(wanted):
-            if isinstance(found, TraceRefused):
-                raise MusterError(found.what, why=found.why, fix=found.fix)
-            records.append(found)
-        return records
-
-
-def tracer(folder: Path) -> Tracer:
-    """Return a tracer that keeps its records in a folder."""
-    return Tracer(cache=folder, say=lambda text: print(text, flush=True))

@@ -23,7 +23,6 @@ import re
 import shlex
 import stat
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -285,10 +284,3 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def user_cache(part: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return a folder of the user's cache, by the XDG rules."""
-    own = environment.get("XDG_CACHE_HOME", "")
-    base = Path(own) if Path(own).is_absolute() else Path.home() / ".cache"
-    return base / "torchmuster" / part

@@ -7,8 +7,7 @@ import pytest
 from own_training import MODEL, write_model
 from torchmuster.errors import MusterError
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.proof.real_ranks import run_real_steps
-from torchmuster.plan.proof.trials import find_batch_size
+from torchmuster.plan.real_steps import find_batch_size, run_real_steps
 from torchmuster.train.strategies.sharding import ShardLayout
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
@@ -31,18 +30,16 @@ def test_the_weakest_rank_decides(planned: int, own_machine: Path) -> None:
     start = "    def forward(self, x):\n        for layer"
     code = MODEL.replace(start, f"    def forward(self, x):{SHORT}        for layer")
     (own_machine / "own.py").write_text(code)
-    size, trials = find_batch_size(work, candidate(planned), device="cpu")
-    assert size == 4
-    by_size = {trial.micro_batch_size: trial for trial in trials}
-    assert set(by_size) == {4, 8}
-    assert [rank.rank for rank in by_size[4].ranks] == [0, 1]
-    assert str(by_size[8]) == "micro-batch 8: out of memory on rank 1"
+    finding = find_batch_size(work, candidate(planned), device="cpu", samples=None)
+    assert "--set train.micro_batch_size=4 " in finding.fix
+    assert "micro-batch 4 fits" in finding.evidence
+    assert "micro-batches of 8 ran out of memory on rank 1" in finding.evidence
 
 
 def test_another_failure_is_no_verdict_on_memory(own_machine: Path) -> None:
     work = write_model(own_machine)
     (own_machine / "own.py").write_text("def model():\n    raise ValueError('no such luck')\n")
     with pytest.raises(MusterError) as refused:
-        run_real_steps(work, candidate(1), steps=0)
+        run_real_steps(work, candidate(1), device="cpu", steps=0)
     assert refused.value.what == "the real steps failed"
     assert "no such luck" in refused.value.why

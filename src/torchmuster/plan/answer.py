@@ -9,7 +9,6 @@ from torchmuster.devices.request import GpuId
 from torchmuster.finding import Finding
 from torchmuster.plan.estimate import Memory, StepTime
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.record import TraceRecord
 from torchmuster.plan.request import PlanRequest
 from torchmuster.units import format_bytes
 
@@ -91,8 +90,7 @@ class Answer:
     skipped: Mapping[str, str]  # why candidates were not traced, by name
     offers: tuple[Offer, ...]  # where full training fits only with CPU offload
     findings: tuple[Finding, ...]
-    model: TraceRecord  # its parameters
-    traces: int
+    parameter_count: int  # of the whole model
 
 
 def as_settings(
@@ -110,8 +108,6 @@ def as_settings(
         sharding = "full_shard" if candidate.reshard else "shard_grad_op"
         if layout.copies > 1:
             sharding = "hybrid_shard"
-            if layout.shards != here:
-                chosen["distributed.fsdp_shard_size"] = str(layout.shards)
         chosen["distributed.fsdp_sharding_strategy"] = sharding
     if candidate.cpu_offload:
         chosen["distributed.fsdp_cpu_offload"] = "true"

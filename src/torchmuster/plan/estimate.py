@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from torchmuster.plan import device_terms
 from torchmuster.plan.device_terms import DeviceTerm, outside_allocator
 from torchmuster.plan.hardware.catalogue import Gpu, Hardware
 from torchmuster.plan.job import Candidate, Work
@@ -138,15 +139,17 @@ def whole_figures(records: Sequence[TraceRecord], candidate: Candidate) -> Figur
 
 
 def _on_line(known: Mapping[int, Figures], at: int) -> Figures:
-    """Return the figures at a point, on the line through the two known ones."""
+    """Return the figures at a point, on the line through the two known ones.
+
+    A figure that only one of them has, such as that of a stage of the larger one, is kept.
+    """
     if at in known or len(known) == 1:
         return known.get(at) or next(iter(known.values()))
     low, high = sorted(known)
     share = (at - low) / (high - low)
-    figures = {}
-    for key, value in known[low].items():
-        if key in known[high]:
-            figures[key] = value + share * (known[high][key] - value)
+    figures = {**known[high], **known[low]}
+    for key in known[low].keys() & known[high].keys():
+        figures[key] += share * (known[high][key] - figures[key])
     return figures
 
 
@@ -200,6 +203,7 @@ def predict_memory(
     by_category: dict[str, int] = {name: round(figures["peak", stage, name]) for name in CATEGORIES}
     by_category["activations"] += round(waiting)
     terms = outside_allocator(candidate, hardware)
+    outside = sum(term.size_bytes for term in terms)
     middle, low, high = device_bytes(tensors, hardware)
     phase, _, number = stage
     place = phase if number is None else f"{phase}, block {number % records[0].blocks}"
@@ -209,9 +213,9 @@ def predict_memory(
         by_category=by_category,
         peak_at=place,
         outside=terms,
-        total_bytes=middle + sum(term.size_bytes for term in terms),
-        low_bytes=low + sum(term.low_bytes for term in terms),
-        high_bytes=high + sum(term.high_bytes for term in terms),
+        total_bytes=middle + outside,
+        low_bytes=round(low + outside / device_terms.BAND),
+        high_bytes=round(high + outside * device_terms.BAND),
         host_bytes=round(figures["host",]) * ranks_here,
     )
 
@@ -290,6 +294,13 @@ def predict_time(
     )
 
 
+def seconds_text(seconds: float) -> str:
+    """Format the time of a step with two significant digits."""
+    if seconds < 1:
+        return f"{float(f'{seconds * 1000:.2g}'):g} ms"
+    return f"{float(f'{seconds:.2g}'):,g} s"
+
+
 def time_constant(card: Gpu) -> float:
     """Return the published speed of a GPU over the computed one; 1 where none was published."""
     for name, constant in _TIME_CONSTANTS.items():
@@ -321,7 +332,7 @@ def _sent_seconds(figures: Figures, part: Part, candidate: Candidate, hardware: 
     for name, (ranks, ranks_here) in groups.items():
         rates = []
         if ranks_here > 1:
-            rates.append(hardware.within_bytes_s)
+            rates.append(hardware.card.within_bytes_s)
         if ranks > ranks_here:
             rates.append(hardware.between_bytes_s * ranks_here)
         if rates:

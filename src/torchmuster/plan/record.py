@@ -37,9 +37,7 @@ class Peak:
 
     phase: PhaseName
     micro_batch: int  # counted from 0; 0 in check and update
-    block: (
-        int | None
-    )  # from the entry into this block to that into the next; None: before the first
+    block: int | None  # from the entry into this block to that into the next; None: before it
     peak_bytes: int
     by_category: Mapping[str, int]  # at that moment
 
@@ -79,7 +77,6 @@ class TraceRecord:
     host_bytes: int  # host memory of cpu_offload, for this rank
     peaks: tuple[Peak, ...]
     costs: Mapping[Part, Cost]
-    warnings: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -1,9 +1,8 @@
 """The plan request: what the settings fix, and what is left to the search."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from torchmuster.config.fields import leaves
 from torchmuster.config.layers import Strength
 from torchmuster.config.resolve import Resolved
 from torchmuster.decision import Decision
@@ -14,6 +13,12 @@ from torchmuster.plan.job import Precision, Recompute, Work
 Strategy: TypeAlias = Literal["single", "ddp", "fsdp"]
 ShardingKind: TypeAlias = Literal["full_shard", "shard_grad_op", "hybrid_shard"]
 _DTYPES: tuple[tuple[Precision, str], ...] = (("bf16", "bfloat16"), ("fp16", "float16"))
+# Fields of a request that only an explicit setting fixes, although the setting has a default.
+_SEARCHED = {
+    "sharding": "distributed.fsdp_sharding_strategy",
+    "cpu_offload": "distributed.fsdp_cpu_offload",
+    "recompute": "train.activation_checkpointing",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,6 @@ class PlanRequest:
     precision: Decision[Precision]
     strategy: Strategy | None = None
     sharding: ShardingKind | None = None
-    shard_size: int | None = None
     cpu_offload: bool | None = None
     recompute: Recompute | None = None
     micro_batch_size: int | None = None
@@ -38,40 +42,24 @@ class PlanRequest:
 
 
 def request_from_settings(resolved: Resolved, hardware: Hardware, *, folder: str) -> PlanRequest:
-    """Build a plan request from settings: what they fix is fixed, the rest is searched.
+    """Build a plan request from settings: what a file, a variable or a flag sets is fixed.
 
-    Defaults that a settings file writes out, as in a run folder, fix nothing. A flag or an
-    environment variable always fixes.
+    So is a default that a settings file writes out, as the config.yaml of a run folder does.
     """
-    distributed, train = resolved.settings.distributed, resolved.settings.train
-    sharding: ShardingKind | None = None
-    cpu_offload: bool | None = None
-    recompute: Recompute | None = None
-    if _is_fixed(resolved, "distributed.fsdp_sharding_strategy"):
-        sharding = distributed.fsdp_sharding_strategy
-    if _is_fixed(resolved, "distributed.fsdp_cpu_offload"):
-        cpu_offload = distributed.fsdp_cpu_offload
-    if _is_fixed(resolved, "train.activation_checkpointing"):
-        recompute = train.activation_checkpointing
+    train = resolved.settings.train
+    fixed: dict[str, Any] = {}
+    for name, path in _SEARCHED.items():
+        if resolved.sources[path].strength is not Strength.DEFAULT:
+            fixed[name] = resolved.values()[path]
     return PlanRequest(
         work=work_from_settings(resolved, folder=folder),
         hardware=hardware,
         precision=_precision(train.precision, hardware.card),
         strategy=_strategy(resolved, hardware),
-        sharding=sharding,
-        shard_size=distributed.fsdp_shard_size,
-        cpu_offload=cpu_offload,
-        recompute=recompute,
         micro_batch_size=train.micro_batch_size,
         global_batch_size=train.global_batch_size,
+        **fixed,
     )
-
-
-def _is_fixed(resolved: Resolved, path: str) -> bool:
-    strength = resolved.sources[path].strength
-    if strength is Strength.FILE:
-        return resolved.values()[path] != leaves()[path].default
-    return strength is not Strength.DEFAULT
 
 
 def _strategy(resolved: Resolved, hardware: Hardware) -> Strategy | None:
@@ -89,7 +77,7 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
     if model.model_name_or_path is None and model.build is None:
         raise Impossible(
             "no model to plan for",
-            fix="--model FOLDER_OR_NAME, --build module:function, or --config with one of them",
+            fix="--model FOLDER_OR_NAME, --set model.build=module:function, or --config FILE",
         )
     has_length = resolved.sources["data.sequence_length"].strength is not Strength.DEFAULT
     is_text = model.build is None or data.files or data.hugging_face or has_length
@@ -97,7 +85,7 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
         raise Impossible(
             "the shape of a batch for this model is unknown",
             why="a custom model does not describe its inputs",
-            fix="--dataset module:function (the shape of its first sample is used), or "
+            fix="--set data.dataset=module:function (the shape of its first sample is used), or "
             "--sequence-length N for rows of tokens",
         )
     if model.load_in_4bit and (model.lora is None or model.model_name_or_path is None):
@@ -124,9 +112,11 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
 
 
 def _precision(wanted: Literal["auto"] | Precision, card: Gpu) -> Decision[Precision]:
-    """Choose as ``muster train`` does: bf16 if the GPU has it, then fp16; fp32 on CPUs."""
-    types = card.number_types or tuple(card.flops)
-    if wanted == "bf16" and card.number_types is not None and "bfloat16" not in types:
+    """Choose as ``muster train`` does: bf16 if the GPU has it, then fp16; fp32 on CPUs.
+
+    A GPU without known rates is assumed to have bf16.
+    """
+    if wanted == "bf16" and card.flops and "bfloat16" not in card.flops:
         raise Impossible(
             f"precision bf16 was requested, but {card.name} does not support bf16",
             fix="use precision auto or fp16, or another GPU",
@@ -135,11 +125,11 @@ def _precision(wanted: Literal["auto"] | Precision, card: Gpu) -> Decision[Preci
         return Decision(value=wanted, reason=f"{wanted}: requested")
     if card.kind == "cpu":
         return Decision(value="fp32", reason="fp32: CPUs seldom gain from bf16")
+    if not card.flops:
+        return Decision(
+            value="bf16", reason=f"bf16: assumed, the dtypes of {card.name} are unknown"
+        )
     for precision, dtype in _DTYPES:
-        if dtype in types:
+        if dtype in card.flops:
             return Decision(value=precision, reason=f"{precision}: {card.name} supports it")
-    if types:
-        return Decision(value="fp32", reason=f"fp32: {card.name} has no faster dtype")
-    return Decision(
-        value="bf16", reason=f"bf16: assumed, since the dtypes of {card.name} are unknown"
-    )
+    return Decision(value="fp32", reason=f"fp32: {card.name} has no faster dtype")

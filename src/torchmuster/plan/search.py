@@ -17,12 +17,12 @@ from torchmuster.plan.answer import Answer, Forecast, Offer
 from torchmuster.plan.job import Candidate, Recompute
 from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest
-from torchmuster.plan.tracing.tracer import TraceRefused
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import format_bytes, plural
 
-Trace: TypeAlias = Callable[[Sequence[TraceRequest]], Sequence[TraceRecord | TraceRefused]]
+Trace: TypeAlias = Callable[[TraceRequest], TraceRecord]  # or Impossible: it cannot be traced
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the simplest first
+STRATEGIES = ("single", "ddp", "fsdp")  # the simplest first
 # Without a global batch size, a rank has at most the default of muster train: samples per step
 # affect convergence, and the size of the dataset is unknown here.
 USUAL_SIZES = (1, 2, 4, 8)
@@ -37,73 +37,74 @@ _ALONE = ShardLayout(copies=1, shards=1)
 
 @dataclass(kw_only=True)
 class Search:
-    """The forecasts so far; each trace is requested once."""
+    """The forecasts so far."""
 
     request: PlanRequest
     trace: Trace
     model: TraceRecord  # its parameters, without steps
     forecasts: list[Forecast] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # the reasons, by candidate
-    traces: dict[TraceRequest, TraceRecord | TraceRefused] = field(default_factory=dict)
+    refused: list[Impossible] = field(default_factory=list)  # of candidates without a trace
 
     def run(self, candidates: Sequence[Candidate]) -> None:
-        """Forecast the candidates in order, until the simpler ones fit."""
+        """Forecast the candidates in order, until the simpler ones fit.
+
+        One whose trace is refused is left out. Raises the refusal if all of them are.
+        """
         for candidate in candidates:
-            if not self._is_needed(candidate) or self._is_skipped(candidate):
-                continue
-            for sized in batch_splits(candidate, self.request):
-                forecast = self._forecast(sized)
-                if forecast is None:
-                    break
-                self.forecasts.append(forecast)
-                if not _has_room_for_more(forecast):
-                    break
+            if self._is_needed(candidate) and self._may_fit(candidate):
+                self._forecast_sizes(candidate)
+        if self.refused and not self.forecasts:
+            raise self.refused[0]
 
     def _is_needed(self, candidate: Candidate) -> bool:
         """Return whether no simpler candidate makes this one unnecessary."""
-        if candidate.cpu_offload:
-            for forecast in self.forecasts:
-                if forecast.probably_fits and not forecast.candidate.cpu_offload:
-                    return False
         if candidate.recompute == "selective" and self.model.blocks < 2:
             return False  # there are no blocks to recompute
-        copies = []
-        for forecast in self.forecasts:
-            if forecast.fits and forecast.candidate.recompute != candidate.recompute:
-                return False  # it fits with less recomputation
-            if forecast.fits and forecast.candidate.strategy == "ddp":
-                copies.append(forecast)
+        if candidate.cpu_offload:
+            on_device = [row for row in self.forecasts if not row.candidate.cpu_offload]
+            if any(forecast.probably_fits for forecast in on_device):
+                return False
+        fitting = [forecast for forecast in self.forecasts if forecast.fits]
+        if any(forecast.candidate.recompute != candidate.recompute for forecast in fitting):
+            return False  # it fits with less recomputation
+        copies = [forecast for forecast in fitting if forecast.candidate.strategy == "ddp"]
         if candidate.strategy != "fsdp" or not copies:
             return True
         fastest = max(copies, key=lambda forecast: forecast.samples_per_s)
         return fastest.time is not None and fastest.time.waiting_share > _WORTH_SHARDING
 
-    def _is_skipped(self, candidate: Candidate) -> bool:
-        """Note why a candidate needs no trace; return False if it needs one."""
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Return whether the states alone fit, which needs no trace; note it if they do not."""
         card = self.request.hardware.card
         least = estimate.states_bytes(self.model, candidate)
         if least <= card.memory_bytes:
-            return False
+            return True
         self.skipped[candidate.name] = (
             f"its states alone need {format_bytes(least)}, and a {card.noun} has "
             f"{format_bytes(card.memory_bytes)}"
         )
-        return True
+        return False
 
-    def _forecast(self, candidate: Candidate) -> Forecast | None:
-        """Return the forecast of a candidate; None if it cannot be traced."""
+    def _forecast_sizes(self, candidate: Candidate) -> None:
+        """Forecast a candidate with larger and larger micro-batches, as long as they fit."""
+        for sized in batch_splits(candidate, self.request):
+            try:
+                forecast = self._forecast(sized)
+            except Impossible as error:
+                self.skipped[candidate.name] = error.what
+                self.refused.append(error)
+                return
+            self.forecasts.append(forecast)
+            by_category = forecast.memory.by_category
+            samples = by_category["activations"] + by_category["logits"]
+            if not forecast.fits or forecast.spare_bytes <= samples * _SAMPLES_SHARE:
+                return
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
         request, hardware = self.request, self.request.hardware
         wanted = estimate.trace_requests(request.work, candidate, kernels=request.kernels)
-        missing = [trace for trace in wanted if trace not in self.traces]
-        self.traces.update(zip(missing, self.trace(missing), strict=True))
-        records = []
-        for traced in (self.traces[trace] for trace in wanted):
-            if isinstance(traced, TraceRefused):
-                if not self.forecasts:
-                    raise Impossible(traced.what, why=traced.why, fix=traced.fix)
-                self.skipped[candidate.name] = traced.what
-                return None
-            records.append(traced)
+        records = [self.trace(needed) for needed in wanted]
         memory = estimate.predict_memory(records, candidate, hardware=hardware)
         host_bytes = hardware.host_memory_bytes or memory.host_bytes
         return Forecast(
@@ -114,26 +115,6 @@ class Search:
             host_spare_bytes=host_bytes - memory.host_bytes,
         )
 
-    @property
-    def table(self) -> list[Forecast]:
-        """The best micro-batch of each candidate: those that fit, then the nearest."""
-        fitting = [forecast for forecast in self.forecasts if forecast.fits]
-        probable = [row for row in self.forecasts if row.probably_fits and not row.fits]
-        missing = [forecast for forecast in self.forecasts if not forecast.probably_fits]
-        missing.sort(key=lambda forecast: forecast.missing_bytes)
-        table: dict[Candidate, Forecast] = {}
-        for forecast in (*in_preference(fitting), *in_preference(probable), *missing):
-            spread = replace(forecast.candidate, micro_batch_size=1, accumulation=1)
-            table.setdefault(spread, forecast)
-        return list(table.values())
-
-
-def _has_room_for_more(forecast: Forecast) -> bool:
-    """Return whether a larger micro-batch could fit, judged by what its samples take."""
-    by_category = forecast.memory.by_category
-    samples = by_category["activations"] + by_category["logits"]
-    return forecast.fits and forecast.spare_bytes > samples * _SAMPLES_SHARE
-
 
 # ---- the ladder
 
@@ -142,7 +123,7 @@ def ladder(request: PlanRequest) -> list[Candidate]:
     """Return the candidates from simple to complex, with the smallest micro-batch."""
     spreads = [spread for spread in _spreads(request) if _is_requested(spread, request)]
     if not spreads:
-        names = ("strategy", "sharding", "shard_size", "cpu_offload")
+        names = ("strategy", "sharding", "cpu_offload")
         fixed = [f"{name} {getattr(request, name)}" for name in names if getattr(request, name)]
         why = f"the request sets {', '.join(fixed)}"
         if request.work.load_in_4bit:
@@ -161,15 +142,22 @@ def ladder(request: PlanRequest) -> list[Candidate]:
 
 
 def _spreads(request: PlanRequest) -> Iterator[Candidate]:
-    """Yield how the model may be spread over all GPUs, the simplest first."""
-    precision, ranks = request.precision.value, request.hardware.cards
+    """Yield how the model may be spread over all GPUs, the simplest first.
+
+    Hybrid has copies on machines, so that its gathers stay within a machine.
+    """
+    hardware, precision = request.hardware, request.precision.value
+    ranks, here = hardware.cards, hardware.cards_per_machine
     if ranks == 1 or request.strategy == "single":
         yield Candidate(strategy="single", layout=_ALONE, precision=precision)
     else:
         copies = ShardLayout(copies=ranks, shards=1)
         yield Candidate(strategy="ddp", layout=copies, precision=precision)
+    layouts = [ShardLayout(copies=1, shards=ranks)]
+    if 1 < here < ranks:
+        layouts.insert(0, ShardLayout(copies=hardware.machines, shards=here))
     for offload in (False, True):
-        for layout in _shard_layouts(request, ranks):
+        for layout in layouts:
             if ranks > 1 or request.strategy == "fsdp" or offload:
                 yield Candidate(
                     strategy="fsdp",
@@ -180,34 +168,16 @@ def _spreads(request: PlanRequest) -> Iterator[Candidate]:
                 )
 
 
-def _shard_layouts(request: PlanRequest, ranks: int) -> Iterator[ShardLayout]:
-    """Yield copies over machines, whose gathers stay within a machine, then shards over all."""
-    here, size = request.hardware.cards_per_machine, request.shard_size
-    if size is not None:
-        if ranks % size == 0 and (size > 1 or ranks == 1):
-            yield ShardLayout(copies=ranks // size, shards=size)
-        return
-    shards = here
-    while 1 < shards < ranks:
-        if ranks % shards == 0:
-            yield ShardLayout(copies=ranks // shards, shards=shards)
-        shards *= 2
-    yield ShardLayout(copies=1, shards=ranks)
-
-
 def _is_requested(spread: Candidate, request: PlanRequest) -> bool:
-    if request.work.load_in_4bit and spread.strategy == "fsdp":
+    is_sharded, is_hybrid = spread.strategy == "fsdp", spread.layout.copies > 1
+    kind = request.sharding
+    if kind is not None and (not is_sharded or is_hybrid != (kind == "hybrid_shard")):
         return False
-    if request.strategy is not None and spread.strategy != request.strategy:
-        return False
-    if request.cpu_offload is not None and spread.cpu_offload != request.cpu_offload:
-        return False
-    is_hybrid = spread.layout.copies > 1
-    if request.sharding == "hybrid_shard":
-        return spread.strategy == "fsdp" and is_hybrid
-    if request.sharding is not None or request.shard_size is not None:
-        return spread.strategy == "fsdp" and (request.shard_size is not None or not is_hybrid)
-    return True
+    return (
+        not (request.work.load_in_4bit and is_sharded)
+        and request.strategy in (None, spread.strategy)
+        and request.cpu_offload in (None, spread.cpu_offload)
+    )
 
 
 def batch_splits(spread: Candidate, request: PlanRequest) -> Iterator[Candidate]:
@@ -230,12 +200,12 @@ def batch_splits(spread: Candidate, request: PlanRequest) -> Iterator[Candidate]
 def make_plan(request: PlanRequest, trace: Trace) -> Answer:
     """Return how to train; raise :class:`Impossible` with what would help if nothing fits."""
     search = _searched(request, trace)
-    table = search.table
+    table = best_of_each(search.forecasts)
     offers: list[Offer] = []
     if not table or not table[0].probably_fits or table[0].candidate.cpu_offload:
         offers += _offers(request, trace)
     if not table or not table[0].probably_fits:
-        raise _refusal(search, offers)
+        raise _refusal(search, table, offers)
     best, card = table[0], request.hardware.card
     reason = (
         f"{best.candidate.describe(card.noun)}: {best.band_text} of "
@@ -249,47 +219,50 @@ def make_plan(request: PlanRequest, trace: Trace) -> Answer:
         table=tuple(table),
         skipped=search.skipped,
         offers=tuple(offers),
-        findings=tuple(_findings(best, search)),
-        model=search.model,
-        traces=len(search.traces),
+        findings=() if best.fits else (_tight(best, card.noun),),
+        parameter_count=search.model.parameter_count,
     )
 
 
 def _searched(request: PlanRequest, trace: Trace) -> Search:
     candidates = ladder(request)
     plain = replace(candidates[0], strategy="single", layout=_ALONE, cpu_offload=False)
-    (model,) = trace([TraceRequest(
+    parameters = TraceRequest(
         work=request.work, candidate=plain, blocks=3, kernels=request.kernels, steps=False
-    )])  # fmt: skip
-    if isinstance(model, TraceRefused):
-        raise Impossible(model.what, why=model.why, fix=model.fix)
-    search = Search(request=request, trace=trace, model=model)
+    )
+    search = Search(request=request, trace=trace, model=trace(parameters))
     search.run(candidates)
     return search
 
 
-def in_preference(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Order forecasts: of those as fast as the fastest, with a margin of memory, then the simplest.
+def best_of_each(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Return the best micro-batch of each candidate: those that fit, then the nearest.
 
-    The fastest of the rest follow likewise.
+    Of those as fast as the fastest, one with a margin of memory is preferred, then the simplest.
     """
-    remaining = sorted(forecasts, key=lambda forecast: -forecast.samples_per_s)
-    ordered: list[Forecast] = []
-    while remaining:
-        least = remaining[0].samples_per_s / SAME_RATE
-        equal = [forecast for forecast in remaining if forecast.samples_per_s >= least]
-        ordered += sorted(equal, key=_preference)
-        remaining = remaining[len(equal) :]
-    return ordered
+    usable = [forecast for forecast in forecasts if forecast.fits]
+    usable = usable or [forecast for forecast in forecasts if forecast.probably_fits]
+    fastest = max((forecast.samples_per_s for forecast in usable), default=0.0)
+    best: dict[Candidate, Forecast] = {}
+    for forecast in sorted(forecasts, key=lambda forecast: _preference(forecast, fastest)):
+        spread = replace(forecast.candidate, micro_batch_size=1, accumulation=1)
+        best.setdefault(spread, forecast)
+    return list(best.values())
 
 
-def _preference(forecast: Forecast) -> tuple[object, ...]:
+def _preference(forecast: Forecast, fastest: float) -> tuple[float | bool, ...]:
+    """Return what to sort by; ``fastest`` is the largest number of samples per second."""
     candidate = forecast.candidate
+    fit = (max(forecast.missing_bytes, 0), not forecast.fits)
+    if forecast.samples_per_s < fastest / SAME_RATE:
+        return *fit, True, -forecast.samples_per_s
     card_bytes = forecast.spare_bytes + forecast.memory.high_bytes
     return (
+        *fit,
+        False,
         forecast.spare_bytes < _MARGIN * card_bytes,
         candidate.cpu_offload,
-        ("single", "ddp", "fsdp").index(candidate.strategy),
+        STRATEGIES.index(candidate.strategy),
         candidate.layout.copies == 1,  # hybrid keeps gathers within a machine
         candidate.recompute != "none",
         candidate.recompute == "full",
@@ -299,40 +272,14 @@ def _preference(forecast: Forecast) -> tuple[object, ...]:
     )
 
 
-def _findings(best: Forecast, search: Search) -> Iterator[Finding]:
-    request, noun = search.request, search.request.hardware.card.noun
-    if not best.fits:
-        lacking = max(-best.spare_bytes, -best.host_spare_bytes)
-        yield Finding(
-            name="tight",
-            status=Status.WARNING,
-            what=f"this may run out of memory: at the high end of the band a {noun} lacks "
-            f"{format_bytes(lacking)}",
-            fix="muster plan --find-batch-size on that hardware, or use more GPUs",
-        )
-    for warning in search.model.warnings:
-        yield Finding(
-            name="cpu-kernel",
-            status=Status.WARNING,
-            what=warning,
-            fix="call it as torch.nn.functional does, or measure: muster plan --find-batch-size",
-        )
-    batch, wanted = best.candidate.global_batch_size, request.global_batch_size
-    if wanted is None:
-        yield Finding(
-            name="batch-left-open",
-            status=Status.NOTE,
-            what=f"a step has {batch:,} samples, as no global batch size was requested",
-            fix="--global-batch-size N: samples per step affect convergence",
-        )
-    elif wanted != batch:
-        yield Finding(
-            name="uneven-batch",
-            status=Status.NOTE,
-            what=f"a global batch of {wanted} does not divide evenly among "
-            f"{best.candidate.layout.ranks} ranks: some ranks wait",
-            fix=f"--global-batch-size {batch}",
-        )
+def _tight(best: Forecast, noun: str) -> Finding:
+    lacking = format_bytes(max(-best.spare_bytes, -best.host_spare_bytes))
+    return Finding(
+        name="tight",
+        status=Status.WARNING,
+        what=f"this may run out of memory: at the high end of the band a {noun} lacks {lacking}",
+        fix="muster plan --find-batch-size on that hardware, or use more GPUs",
+    )
 
 
 # ---- what needs less memory
@@ -350,10 +297,10 @@ def _offers(request: PlanRequest, trace: Trace) -> Iterator[Offer]:
             search = _searched(adapted, trace)
         except Impossible:  # peft or bitsandbytes is missing, or cannot adapt this model
             continue
-        if search.table:
+        if search.forecasts:
             yield Offer(
                 name=name,
-                forecast=search.table[0],
+                forecast=best_of_each(search.forecasts)[0],
                 settings=settings,
                 trained_count=search.model.trained_count,
             )
@@ -371,23 +318,24 @@ def _adapted(request: PlanRequest, *, four_bit: bool) -> tuple[PlanRequest, dict
         dtype = estimate.COMPUTE_TYPES[request.precision.value]
         settings["model.torch_dtype"] = dtype
         work = replace(work, torch_dtype=dtype)
-    if four_bit and not work.load_in_4bit:
+    if not four_bit:
+        return replace(request, work=work, cpu_offload=False), settings
+    if not work.load_in_4bit:
         settings["model.load_in_4bit"] = "true"
         work = replace(work, load_in_4bit=True)
-    adapted = replace(request, work=work, cpu_offload=False)
-    if four_bit and request.strategy == "fsdp":
+    if request.strategy == "fsdp":
         settings["distributed.strategy"] = "auto"
-        adapted = replace(adapted, strategy=None, sharding=None, shard_size=None)
-    return adapted, settings
+        request = replace(request, strategy=None, sharding=None)
+    return replace(request, work=work, cpu_offload=False), settings
 
 
-def _refusal(search: Search, offers: Sequence[Offer]) -> Impossible:
+def _refusal(search: Search, table: Sequence[Forecast], offers: Sequence[Offer]) -> Impossible:
     """Return the error for a request that does not fit: what is missing, and what would help."""
     request = search.request
     hardware, card = request.hardware, request.hardware.card
     hints = []
-    if search.table:
-        nearest = search.table[0]
+    if table:
+        nearest = table[0]
         why = (
             f"the nearest, {nearest.candidate.describe(card.noun)}, needs {nearest.band_text}: "
             f"{format_bytes(nearest.missing_bytes)} too much"

@@ -52,7 +52,6 @@ NAMES = (
     ),
     PrivateName("torch.nn.Module._parameters", "replace a parameter by one without memory"),
     PrivateName("torch.nn.Module._buffers", "replace a buffer by one without memory"),
-    PrivateName("torch.nn.Module._modules", "reduce a model to fewer layers, and restore them"),
     PrivateName(
         "torch.ops.aten._local_scalar_dense",
         "supply a value that the training code reads, such as a loss",
@@ -163,13 +162,3 @@ def allocations_in(profiler: torch.profiler.profile) -> list[int]:
     """
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     return [event.nbytes() for event in events if event.name() == "[memory]"]
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the modules that a module holds, by name."""
-    return dict(module._modules)
-
-
-def put_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
-    """Replace all child modules of a module."""
-    module._modules = children

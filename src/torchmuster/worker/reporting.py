@@ -33,7 +33,7 @@ def peak_flops(device: torch.device, model: nn.Module, compute: torch.dtype) -> 
         return None
     if compute is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return None  # TF32 has another rate, which the catalogue does not have
-    return known.card.flops.get(str(compute).removeprefix("torch."))
+    return known.flops.get(str(compute).removeprefix("torch."))
 
 
 def flops_of_batch(model: nn.Module) -> Callable[[Any], float] | None:

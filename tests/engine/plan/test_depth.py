@@ -16,11 +16,8 @@ from torchmuster.units import GiB
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("quiet_transformers"), pytest.mark.slow]
 
-LINK = 1e11
 CARD = Gpu(name="made-up", memory_bytes=80 * GiB, flops={}, bandwidth_bytes_s=1e12)
-MACHINES = Hardware(
-    card=CARD, machines=4, cards_per_machine=4, within_bytes_s=LINK, between_bytes_s=LINK
-)
+MACHINES = Hardware(card=CARD, machines=4, cards_per_machine=4)
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 59968,

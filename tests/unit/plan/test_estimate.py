@@ -7,21 +7,24 @@ import pytest
 from made_up_plans import ONE, WORK, MadeUpModel, fsdp, hardware
 from torchmuster.plan import estimate
 from torchmuster.plan.job import Candidate
-from torchmuster.plan.record import TraceRequest
+from torchmuster.plan.record import Peak, TraceRecord, TraceRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
 
 MODEL = MadeUpModel()
 
 
-def memory(candidate: Candidate, **on: int) -> estimate.Memory:
+def records(candidate: Candidate) -> list[TraceRecord]:
     requests = estimate.trace_requests(WORK, candidate, kernels="cuda")
-    return estimate.predict_memory(MODEL.trace(requests), candidate, hardware=hardware(**on))
+    return [MODEL.record(request) for request in requests]
+
+
+def memory(candidate: Candidate, **on: int) -> estimate.Memory:
+    return estimate.predict_memory(records(candidate), candidate, hardware=hardware(**on))
 
 
 def time(candidate: Candidate, **on: int) -> estimate.StepTime:
-    requests = estimate.trace_requests(WORK, candidate, kernels="cuda")
-    found = estimate.predict_time(MODEL.trace(requests), candidate, hardware=hardware(**on))
+    found = estimate.predict_time(records(candidate), candidate, hardware=hardware(**on))
     assert found is not None
     return found
 
@@ -93,9 +96,8 @@ def test_accumulation_repeats_a_micro_batch() -> None:
 
 def test_unknown_rates_give_no_time() -> None:
     candidate = Candidate(strategy="single", layout=ONE)
-    records = MODEL.trace(estimate.trace_requests(WORK, candidate, kernels="cuda"))
     unknown = replace(hardware(), card=replace(hardware().card, bandwidth_bytes_s=None))
-    assert estimate.predict_time(records, candidate, hardware=unknown) is None
+    assert estimate.predict_time(records(candidate), candidate, hardware=unknown) is None
 
 
 def test_padding_rows_are_gathered() -> None:
@@ -105,11 +107,27 @@ def test_padding_rows_are_gathered() -> None:
     assert 8192 * 2 * estimate.shard_elements(record, 8192 * 2) == 2 * whole
 
 
+def test_a_stage_of_one_depth_only_can_be_the_peak() -> None:
+    candidate = fsdp()
+    fewer, more = records(candidate)
+    update = Peak(
+        phase="check",
+        micro_batch=0,
+        block=None,
+        peak_bytes=10**12,
+        by_category={"optimizer": 10**12},
+    )
+    more = replace(more, peaks=(*more.peaks, update))
+    found = estimate.predict_memory([fewer, more], candidate, hardware=hardware())
+    assert (found.tensor_bytes, found.peak_at) == (10**12, "check")
+
+
 def test_the_band_includes_that_of_what_is_outside_of_the_allocator() -> None:
     found = memory(fsdp())
     _, low, high = estimate.device_bytes(found.tensor_bytes, hardware())
-    assert found.low_bytes - low == sum(term.low_bytes for term in found.outside)
-    assert found.high_bytes - high == sum(term.high_bytes for term in found.outside)
+    outside = sum(term.size_bytes for term in found.outside)
+    assert found.low_bytes - low == round(outside / 2)
+    assert found.high_bytes - high == 2 * outside
 
 
 def test_groups_have_buffers_outside_of_the_allocator() -> None:

@@ -2,16 +2,16 @@
 
 import dataclasses
 import os
+from typing import Any
 from unittest.mock import patch
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
 from torchmuster.config.settings import Settings
 from torchmuster.devices import snapshot
-from torchmuster.devices.model import Device, DeviceKind, Link, LinkKind, Node
+from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.errors import Impossible, NoSuchDevice
 from torchmuster.plan.hardware import here
 from torchmuster.plan.hardware.catalogue import Hardware
@@ -21,8 +21,8 @@ CPU = Device(kind=DeviceKind.CPU, index=0, uuid="CPU-0", name="A processor", tot
 L4 = "NVIDIA L4"
 
 
-def node(*cards: Device, links: tuple[Link, ...] = ()) -> Node:
-    return Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=CPU, links=links)
+def node(*cards: Device) -> Node:
+    return Node(hostname="m", taken_unix_s=0.0, accelerators=cards, cpu=CPU)
 
 
 def card(index: int, name: str = L4, gib: float = 22, **more: object) -> Device:
@@ -55,41 +55,46 @@ def of(
         return here.hardware_here(settings(*flags), ranks=ranks)
 
 
-def test_a_plan_is_for_the_cards_that_the_run_will_have(snapshot: SnapshotAssertion) -> None:
-    assert of(EIGHT).cards == 8
-    assert of(EIGHT, ("distributed.gpu_ids", "2,3")).cards == 2
-    assert of(EIGHT, ("distributed.num_gpus", "4")).cards == 4
-    assert of(EIGHT, seen="5,6,7").cards == 3
-    assert of(EIGHT, ranks=2).cards == 2
-    assert of(EIGHT, ("distributed.enabled", "false")).cards == 1
+@pytest.mark.parametrize(
+    ("flags", "cards"),
+    [
+        ({}, 8),
+        ({"seen": "5,6,7"}, 3),
+        ({"ranks": 2}, 2),
+        ({"path": ("distributed.gpu_ids", "2,3")}, 2),
+        ({"path": ("distributed.num_gpus", "4")}, 4),
+        ({"path": ("distributed.enabled", "false")}, 1),
+    ],
+)
+def test_a_plan_is_for_the_cards_that_the_run_will_have(flags: dict[str, Any], cards: int) -> None:
+    paths = [flags["path"]] if "path" in flags else []
+    found = of(EIGHT, *paths, seen=flags.get("seen"), ranks=flags.get("ranks"))
+    assert found.cards == cards
+    assert found.card.kind == "cuda"
+
+
+def test_named_cards_are_planned_for() -> None:
     assert of(OTHER, ("distributed.gpu_ids", "1")).card.name == "T4"
     assert of(OTHER, ("distributed.gpu_ids", "[0, GPU-2]")).card.name == "L4"
     assert of(OTHER, seen="1").card.name == "T4"
-    with pytest.raises(NoSuchDevice) as refused:
+    with pytest.raises(NoSuchDevice):
         of(OTHER, ("distributed.gpu_ids", "0"), seen="1")
-    assert refused.value == snapshot
 
 
-def test_where_a_run_would_take_the_processor_so_does_the_plan(snapshot: SnapshotAssertion) -> None:
+def test_where_a_run_would_take_the_processor_so_does_the_plan() -> None:
     assert of(EIGHT, seen="", ranks=2).card.kind == "cpu"
     assert of(EIGHT, ("model.device_map", "cpu")).card.kind == "cpu"
     assert of(node(), ("distributed.num_gpus", "8"), ranks=2).cards == 2
-    with pytest.raises(Impossible) as refused:
-        of(node(), ("distributed.num_gpus", "8"))
-    assert "--hardware 8xH100" in refused.value.fix
-    assert refused.value == snapshot
 
 
-def test_more_cards_than_can_be_seen_are_refused(snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible, match="4 ranks") as refused:
-        of(EIGHT, ("distributed.num_gpus", "4"), seen="0,1")
-    assert refused.value == snapshot
-    with pytest.raises(Impossible, match="--ranks 2") as refused:
-        of(EIGHT, ("distributed.num_gpus", "4"), ranks=2)
-    assert refused.value == snapshot
+def test_more_cards_than_can_be_used_are_refused() -> None:
+    for flags in ({"on": node()}, {"on": EIGHT, "seen": "0,1"}):
+        with pytest.raises(Impossible, match="8 ranks on GPUs of this machine") as refused:
+            of(flags["on"], ("distributed.num_gpus", "8"), seen=flags.get("seen"))
+        assert "--hardware 8xH100" in refused.value.fix
 
 
-def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one(snapshot: SnapshotAssertion) -> None:
+def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one() -> None:
     whole = card(0, "NVIDIA A100-SXM4-40GB", 40, mig_enabled=True)
     slices = [
         card(0, "NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, mig_index=at, parent_uuid="GPU-0")
@@ -97,11 +102,10 @@ def test_a_gpu_in_mig_mode_is_none_and_one_slice_of_it_is_one(snapshot: Snapshot
     ]
     slices = [dataclasses.replace(one, uuid=f"MIG-{one.mig_index}") for one in slices]
     split = node(whole, *slices)
-    with pytest.raises(Impossible) as refused:
+    with pytest.raises(Impossible, match="this machine") as refused:
         of(split)
-    assert refused.value == snapshot
-    assert "MIG slices" in refused.value.why
-    assert "--num-gpus 1" in refused.value.fix
+    assert "MIG" in refused.value.why
+    assert "--num-gpus" in refused.value.fix
     alone = of(split, ("distributed.gpu_ids", "0:1"))
     assert (alone.cards, alone.card.memory_bytes) == (1, int(19.5 * GiB))
     assert alone.card.flops == {}  # a slice has a part of them, and nobody says which
@@ -115,36 +119,16 @@ def test_cards_that_differ_are_planned_as_the_one_with_the_least_memory() -> Non
     )
     assert mixed.card.memory_bytes == int(23.6 * GiB)
     assert mixed.card.name == "RTX-4090"
-    (assumed,) = mixed.assumed
-    assert "RTX-3090 and RTX-4090 differ" in assumed
+    assert "assumes RTX-4090 for all" in mixed.assumed[0]
     assert of(node(card(0), card(1))).assumed == ()
-    joined = of(node(card(0, "NVIDIA A100-SXM4-80GB", 79), card(1, "NVIDIA A100 80GB PCIe", 79)))
-    assert joined.within_bytes_s == 32e9
 
 
 def test_a_card_that_is_not_known_has_no_rates() -> None:
     mixed = of(node(card(0, "NVIDIA H100 80GB HBM3", 79), card(1, "Novelty", 8)))
     assert mixed.card.memory_bytes == 8 * GiB
     assert mixed.card.flops == {}
-    assert mixed.card.number_types is None
     with pytest.raises(Impossible, match="cannot plan for Novelty"):
         of(node(card(0), card(1, "Novelty", 8, total_bytes=None)))
-
-
-@pytest.mark.parametrize(
-    ("capability", "types"),
-    [
-        ((8, 6), ("bfloat16", "float16", "float32")),
-        ((7, 5), ("float16", "float32")),
-        ((6, 1), ("float32",)),
-        (None, None),
-    ],
-)
-def test_an_unlisted_card_has_the_number_types_of_its_compute_capability(
-    capability: tuple[int, int] | None, types: tuple[str, ...] | None
-) -> None:
-    found = of(node(card(0, "Novelty", 8, compute_capability=capability)))
-    assert found.card.number_types == types
 
 
 def test_ranks_on_a_processor_share_its_memory() -> None:
@@ -152,15 +136,3 @@ def test_ranks_on_a_processor_share_its_memory() -> None:
     assert (alone.cards, four.cards) == (1, 4)
     assert four.card.memory_bytes * 4 == alone.card.memory_bytes == 64 * GiB
     assert four.host_memory_bytes == 64 * GiB
-    assert [len(alone.assumed), len(four.assumed)] == [0, 1]
-
-
-def test_nvlink_counts_only_where_the_driver_reports_it() -> None:
-    linked = Link(a="GPU-0", b="GPU-1", kind=LinkKind.NVLINK, lanes=12)
-    pair = [card(index, "NVIDIA A100-SXM4-80GB", 79.1) for index in (0, 1)]
-    fast = of(node(*pair, links=(linked,)))
-    assert (fast.card.name, fast.card.memory_bytes) == ("A100-80GB", int(79.1 * GiB))
-    assert fast.within_bytes_s == 300e9
-    slow = dataclasses.replace(linked, kind=LinkKind.SYS)
-    assert of(node(*pair, links=(slow,))).within_bytes_s == 16e9
-    assert of(node(card(0), card(1), links=(slow,))).within_bytes_s == 32e9

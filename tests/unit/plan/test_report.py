@@ -30,8 +30,9 @@ def test_details_have_the_parts_of_the_memory_and_their_sources() -> None:
 def test_json_has_everything() -> None:
     document = json.loads(json.dumps(plan_json(ANSWER, line="muster train", settings={"a": "b"})))
     assert document["fits"] is True
-    assert document["chosen"]["name"] == "fsdp"
-    assert document["chosen"]["memory"]["low_bytes"] < document["chosen"]["memory"]["high_bytes"]
+    chosen = document["chosen"]["value"]
+    assert chosen["candidate"]["strategy"] == "fsdp"
+    assert chosen["memory"]["low_bytes"] < chosen["memory"]["high_bytes"]
     assert document["settings"] == {"a": "b"}
 
 

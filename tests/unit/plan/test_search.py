@@ -11,6 +11,7 @@ from torchmuster.plan.answer import Answer, Forecast
 from torchmuster.plan.estimate import Memory
 from torchmuster.plan.hardware.catalogue import Hardware
 from torchmuster.plan.job import Candidate
+from torchmuster.plan.record import TraceRecord, TraceRequest
 from torchmuster.plan.request import PlanRequest
 from torchmuster.train.strategies.sharding import ShardLayout
 from torchmuster.units import GiB
@@ -111,15 +112,37 @@ def test_the_request_is_kept() -> None:
     assert candidate.name == "shard_grad_op"
     assert (candidate.recompute, candidate.micro_batch_size) == ("full", 3)
     with pytest.raises(Impossible, match="no strategy for 8 GPUs"):
-        plan(question(strategy="ddp", shard_size=4))
+        plan(question(strategy="ddp", sharding="full_shard"))
+
+
+class Refusing(MadeUpModel):
+    """A model whose traces are refused for some strategies."""
+
+    refused: tuple[str, ...] = ()
+
+    def trace(self, request: TraceRequest) -> TraceRecord:
+        """Return the made-up record, or refuse."""
+        if request.steps and request.candidate.strategy in self.refused:
+            raise Impossible("cannot be traced", fix="change it")
+        return super().trace(request)
+
+
+def test_a_refused_trace_ends_the_plan_only_if_all_are_refused() -> None:
+    model = Refusing(parameters=1_000_000_000, sample_gib=1)
+    model.refused = ("ddp",)
+    answer = plan(question(), model)
+    assert chosen(answer).name == "fsdp"
+    assert answer.skipped == {"ddp": "cannot be traced"}
+    model.refused = ("ddp", "fsdp")
+    with pytest.raises(Impossible, match="cannot be traced") as refused:
+        plan(question(), model)
+    assert refused.value.fix == "change it"
 
 
 def test_a_global_batch_is_divided_among_ranks() -> None:
     answer = plan(question(global_batch_size=96), MadeUpModel(sample_gib=5))
     candidate = chosen(answer)
     assert candidate.micro_batch_size * candidate.accumulation == 12
-    assert not [finding for finding in answer.findings if finding.name == "uneven-batch"]
-    assert "uneven-batch" in [one.name for one in plan(question(global_batch_size=97)).findings]
 
 
 def test_no_speed_is_forecast_on_a_cpu() -> None:
@@ -161,13 +184,13 @@ def forecast(candidate: Candidate, *, step_s: float, spare_gib: float) -> Foreca
 def test_a_margin_of_memory_is_preferred_over_five_percent_of_speed() -> None:
     tight = forecast(fsdp(), step_s=1.0, spare_gib=0.7)
     roomy = forecast(fsdp(recompute="selective"), step_s=1.04, spare_gib=20)
-    assert search.in_preference([tight, roomy])[0] is roomy
+    assert search.best_of_each([tight, roomy])[0] is roomy
     slow = forecast(fsdp(recompute="full"), step_s=1.2, spare_gib=40)
-    assert search.in_preference([tight, slow])[0] is tight
+    assert search.best_of_each([tight, slow])[0] is tight
 
 
 def test_of_equally_fast_ones_the_simplest_is_preferred() -> None:
     copies = replace(fsdp(), strategy="ddp", layout=ShardLayout(copies=8, shards=1))
     simple = forecast(copies, step_s=1.04, spare_gib=20)
     complex_one = forecast(fsdp(), step_s=1.0, spare_gib=20)
-    assert search.in_preference([complex_one, simple])[0] is simple
+    assert search.best_of_each([complex_one, simple])[0] is simple

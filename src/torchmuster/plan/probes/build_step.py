@@ -4,11 +4,8 @@ Used for real steps, and for traced steps without memory (``fake_process_group.p
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +17,6 @@ from torchmuster.errors import Impossible
 from torchmuster.plan.job import Candidate, Work
 from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.fake_process_group import forget_values, values_matter
-from torchmuster.plan.torch_private import children_of, put_children
 from torchmuster.train import losses, optimizers
 from torchmuster.train.data.images import ImageFolder
 from torchmuster.train.data.pytree import move_to_device
@@ -39,36 +35,23 @@ from torchmuster.train.world import World
 _LEARNING_RATE, _WEIGHT_DECAY = 1e-3, 0.1
 
 
-def cut(model: nn.Module, blocks: int) -> None:
-    """Keep the first ``blocks`` repeated layers, in place; unchanged if the layers differ."""
+def cut(model: nn.Module, blocks: int) -> bool:
+    """Keep the first ``blocks`` repeated layers, in place.
+
+    Returns whether the model still is a shorter one of the same kind: not if its layers differ, or
+    if others look like the repeated ones now, which would be sharded instead.
+    """
     whole = repeated_blocks(model)
+    if blocks >= len(whole):
+        return True
     holder = _list_of(model, whole)
-    if holder is None or len(set(map(_shapes_of, whole))) != 1 or blocks >= len(whole):
-        return
-    before = children_of(holder)
+    if holder is None or len(set(map(_shapes_of, whole))) != 1:
+        return False
     removed = set(map(id, whole[blocks:]))
     for index in reversed(range(len(holder))):
         if id(holder[index]) in removed:
             del holder[index]
-    if list(map(id, repeated_blocks(model))) != list(map(id, whole[:blocks])):
-        # With so few layers, others look like the repeated ones, and would be sharded instead.
-        put_children(holder, before)
-
-
-def copied_with(model: nn.Module, blocks: int | None) -> nn.Module:
-    """Return a copy of a model with its first ``blocks`` repeated layers; None: with all.
-
-    The other layers are not copied, and the model itself is unchanged.
-    """
-    holder = _list_of(model, repeated_blocks(model))
-    if blocks is None or holder is None:
-        return deepcopy(model)
-    whole = children_of(holder)
-    cut(model, blocks)
-    try:
-        return deepcopy(model)
-    finally:
-        put_children(holder, whole)
+    return list(map(id, repeated_blocks(model))) == list(map(id, whole[:blocks]))
 
 
 def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList | nn.Sequential | None:
@@ -212,13 +195,10 @@ def _optimizer(work: Work, model: nn.Module) -> torch.optim.Optimizer:
 def _sharding_of(candidate: Candidate) -> Sharding | None:
     if candidate.strategy != "fsdp":
         return None
-    is_hybrid = candidate.layout.copies > 1
-    kind: Kind = "hybrid_shard" if is_hybrid else "full_shard"
-    return Sharding(
-        kind=kind if candidate.reshard else "shard_grad_op",
-        shard_size=candidate.layout.shards if is_hybrid else None,
-        cpu_offload=candidate.cpu_offload,
-    )
+    kind: Kind = "full_shard" if candidate.reshard else "shard_grad_op"
+    if candidate.layout.copies > 1:
+        kind = "hybrid_shard"
+    return Sharding(kind=kind, cpu_offload=candidate.cpu_offload)
 
 
 def _model(
@@ -226,38 +206,21 @@ def _model(
 ) -> tuple[nn.Module, WholeModel]:
     """Return a model without memory with ``blocks`` repeated layers, and the size of the whole."""
     compute = PRECISIONS[candidate.precision].compute if work.load_in_4bit else None
-    if recipe.files is not None and world.backend == "fake":
-        config = (recipe.files.folder / "config.json").read_bytes()
-        sketch = _of_transformers(recipe, Path.cwd(), config, compute)
-        model = copied_with(sketch, blocks)
-        whole = _size_of(sketch)
-    else:  # a custom model may have closures over its modules, which a copy would share
 
-        def make() -> nn.Module:
-            return _sketch(recipe, compute)
+    def make() -> nn.Module:
+        return _sketch(recipe, compute)
 
-        model = sketch = build_on_meta(make)
-        whole = _size_of(sketch)
-        if world.backend != "fake":
-            model = build_for(candidate.strategy, make, world, seed=0, sketch=sketch)
-        if blocks is not None:
-            cut(model, blocks)
+    model = sketch = build_on_meta(make)
+    whole = _size_of(sketch)
+    if world.backend != "fake":
+        model = build_for(candidate.strategy, make, world, seed=0, sketch=sketch)
+    elif blocks is not None and not cut(model, blocks):
+        model = build_on_meta(make)
     if work.sequence_length is not None:
         check_tokens(
             getattr(model, "config", None), vocabulary=None, sequence_length=work.sequence_length
         )
     return model, whole
-
-
-@functools.lru_cache(maxsize=2)
-def _of_transformers(
-    recipe: ModelRecipe, folder: Path, config: bytes, compute: torch.dtype | None
-) -> nn.Module:
-    """Return a whole model, cached: a process traces it many times, with copies of a few layers.
-
-    ``folder`` and ``config`` are the other inputs of the model.
-    """
-    return build_on_meta(lambda: _sketch(recipe, compute))
 
 
 def _sketch(recipe: ModelRecipe, compute: torch.dtype | None) -> nn.Module:

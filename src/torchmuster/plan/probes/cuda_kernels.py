@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -89,22 +88,6 @@ def _modules_outside_torch() -> list[ModuleType]:
         if isinstance(module, ModuleType) and name.partition(".")[0] != "torch":
             modules.append(module)
     return modules
-
-
-def unpatched_functions(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each function that the model keeps in an object, where no patch reaches it."""
-    functions = (functional.scaled_dot_product_attention, functional.dropout, torch.rms_norm)
-    for module in model.modules():
-        values = [*vars(module).values(), *vars(type(module)).values()]
-        for value in values:
-            function = getattr(value, "func", value)  # of a functools.partial
-            function = getattr(function, "__func__", function)  # of a staticmethod
-            for known in functions:
-                if function is known:
-                    yield (
-                        f"{type(module).__name__} keeps {known.__name__} in an attribute: it is "
-                        "planned with the CPU's kernel, which needs more memory"
-                    )
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:

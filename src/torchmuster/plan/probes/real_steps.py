@@ -18,7 +18,7 @@ from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.launch.local_ranks import leave_answer
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
 from torchmuster.plan.probes.step_tracer import StepTracer
-from torchmuster.plan.proof.real_ranks import FOLLOWED, RankSteps, RealSteps
+from torchmuster.plan.real_steps import FOLLOWED, RankSteps, RealSteps
 from torchmuster.train.out_of_memory import is_out_of_memory
 from torchmuster.train.world import World, join_world
 
@@ -53,9 +53,6 @@ def _peak_of_accelerator(device: torch.device) -> int:
 def real_steps(request: RealSteps, world: World) -> RankSteps:
     """Run the steps, on all ranks."""
     rank, device = world.global_rank, world.device
-    limit_bytes = None
-    if device.type != "cpu":
-        limit_bytes = int(torch.accelerator.get_memory_info(device)[1])
     try:
         with peaks_of_tensors(device) as read_peak:
             built = build_step(request.work, request.candidate, world)
@@ -68,15 +65,14 @@ def real_steps(request: RealSteps, world: World) -> RankSteps:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return RankSteps(rank=rank, ran_out=str(error), limit_bytes=limit_bytes)
-    reserved = None
+        return RankSteps(rank=rank, ran_out=str(error))
+    reserved_bytes = 0
     if device.type != "cpu":
-        reserved = int(torch.accelerator.max_memory_reserved(device))
+        reserved_bytes = int(torch.accelerator.max_memory_reserved(device))
     return RankSteps(
         rank=rank,
         peaks_bytes=tuple(peaks),
-        reserved_bytes=reserved,
-        limit_bytes=limit_bytes,
+        reserved_bytes=reserved_bytes,
         step_s=step_s,
     )
 
@@ -99,7 +95,7 @@ def main() -> None:
     with join_world(request.device) as world:
         measured = real_steps(request, world)
         leave_answer(answers, measured.rank, msgspec.json.encode(measured).decode())
-        if measured.ran_out:
+        if measured.ran_out is not None:
             # The others wait in a collective: the launcher stops them when this rank exits.
             sys.exit(f"rank {measured.rank} ran out of memory: {measured.ran_out}")
 

@@ -1,33 +1,22 @@
-"""Trace a training step without memory. As a program it answers requests, one per line.
+"""Trace a training step without memory."""
 
-::
-
-    python -m torchmuster.plan.probes.trace < requests > answers
-"""
-
-import os
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import msgspec
 import torch
 
 import torchmuster
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.garbage_collection import freeze_objects
 from torchmuster.plan.probes import four_bit
 from torchmuster.plan.probes.build_step import BuiltStep, build_step
-from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda, unpatched_functions
+from torchmuster.plan.probes.cuda_kernels import as_on_cuda, fused_as_on_cuda
 from torchmuster.plan.probes.fake_process_group import fake_process_group, masks_of_real_runs
 from torchmuster.plan.probes.operations import tensors_in
 from torchmuster.plan.probes.step_tracer import HOST, StepTracer, local_part
 from torchmuster.plan.record import Shape, TraceRecord, TraceRequest
 from torchmuster.plan.torch_private import CANNOT_FOLLOW, READ_VALUE
 
-_RANKS_PER_MACHINE = 8  # a rank's memory does not depend on the placement of the others
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(torchmuster.__file__).parent))
 
 
@@ -44,9 +33,10 @@ def trace(request: TraceRequest) -> TraceRecord:
         # Nothing overflowed and the ranks agree; the number of the step.
         values={"check": 0.0, "update": 1.0},
     )
+    layout = candidate.layout
     group = fake_process_group(
-        candidate.layout.ranks,
-        ranks_per_machine=_RANKS_PER_MACHINE,
+        layout.ranks,
+        ranks_per_machine=layout.shards,  # as hybrid shards; else the placement has no effect
         reduced=lambda bucket: tracer.note_sent("copies", 2 * bucket.nbytes),
     )
     try:
@@ -118,7 +108,6 @@ def _record(
         host_bytes=host_bytes,
         peaks=tuple(tracer.peaks.values()),
         costs=tracer.costs,
-        warnings=tuple(unpatched_functions(built.model)) if request.kernels == "cuda" else (),
     )
 
 
@@ -157,41 +146,15 @@ def _refusal(error: Exception, tracer: StepTracer) -> Impossible:
     )
 
 
-def answer(line: bytes) -> dict[str, Any]:
-    """Return the answer to one request line: a record, or the reason for its failure."""
-    request = msgspec.json.decode(line, type=TraceRequest)
+def trace_or_error(request: TraceRequest) -> TraceRecord | MusterError:
+    """Trace a step of rank 0; an exception of any kind becomes an error to show to the user."""
     try:
-        return {"record": trace(request)}
+        return trace(request)
     except MusterError as error:
-        return {"refused": {"what": error.what, "why": error.why, "fix": error.fix}}
+        return error
     except Exception as error:
-        return {
-            "refused": {
-                "what": f"this model's training cannot be traced: {type(error).__name__}",
-                "why": str(error).strip() or type(error).__name__,
-                "fix": "check that it trains: muster train; if it does, report this as a bug",
-            }
-        }
-
-
-def answers_only() -> BinaryIO:
-    """Return standard output for answers; whatever else writes to descriptor 1 goes to stderr.
-
-    A model's code, a C library or a subprocess may write there, and would break an answer.
-    """
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
-
-
-def main() -> None:
-    """Answer requests from stdin, one per line."""
-    answers = answers_only()
-    freeze_objects()
-    for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(answer(line)) + b"\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+        return Impossible(
+            f"this model's training cannot be traced: {type(error).__name__}",
+            why=str(error).strip(),
+            fix="check that it trains: muster train; if it does, report this as a bug",
+        )

@@ -1,1 +1,0 @@
-"""Compare forecasts with real steps."""

@@ -1,1 +1,0 @@
-"""Traces of training steps, made in separate processes and cached."""
