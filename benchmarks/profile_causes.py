@@ -2,9 +2,9 @@
 
     python benchmarks/profile_causes.py --out benchmarks/results/profile-causes.md
 
-Each script of ``tests/slow_scripts`` is slow for one reason. It is profiled as it is: the first advice must be the reason, with
-the expected gain. Then the slow and the fixed script (``--mended``) run interleaved, without the profiler, and their own clocks
-measure the gain. Healthy trainings must get no advice. Takes about twenty minutes on two CPU ranks; run nothing else at the same
+Each script of ``tests/slow_scripts`` is slow for one reason. It is profiled as by ``muster profile --verify``: the first advice must
+be the reason, with the expected gain. Then the slow and the fixed script (``--mended``) run interleaved, without the profiler, and
+their own clocks measure the gain. Healthy trainings must get no advice. Takes about twenty minutes on two CPU ranks; run nothing else at the same
 time. Results are stored in ``--kept``, and a second call continues with the rest.
 """
 
@@ -22,7 +22,10 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.profile.facts import Trials, read_facts, read_json
+from torchmuster.profile.analysis import Profile
+from torchmuster.profile.causes import Cause, find_causes, with_trials
+from torchmuster.profile.facts import ProfileRequest
+from torchmuster.profile.trials import record_profile, try_changes
 
 _SCRIPTS = Path(__file__).parents[1] / "tests" / "slow_scripts"
 _RECORDED = Path(__file__).parents[1] / "tests" / "recorded_profiles"
@@ -66,16 +69,6 @@ class Row:
         return None if self.expected is None else self.expected / self.gain - 1.0
 
 
-def pack(folder: Path, name: str) -> Path:
-    """Write what a profile's folder holds as one small file; return where it is."""
-    facts = [replace(rank, host="vm", trace=None) for rank in read_facts(folder)]
-    trials = read_json(folder / "trials.json", Trials).trials
-    text = msgspec.json.encode({"facts": facts, "trials": trials})
-    path = _RECORDED / f"{name}.json.gz"
-    path.write_bytes(gzip.compress(text, mtime=0))
-    return path
-
-
 def _muster(*words: str, folder: str) -> str:
     ran = subprocess.run(
         [sys.executable, "-m", "torchmuster", *words],
@@ -89,12 +82,25 @@ def _muster(*words: str, folder: str) -> str:
     return ran.stdout
 
 
-def _profile(script: str, folder: str) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(
-        _muster("profile", *_RANKS, "--json", str(_SCRIPTS / f"{script}.py"), folder=folder)
+def _profile(script: str, folder: str) -> list[Cause]:
+    """Return the verified causes; the tests judge the facts again, without running the script."""
+    request = ProfileRequest(
+        command=(str(_SCRIPTS / f"{script}.py"),),
+        folder=folder,
+        ranks=2,
+        device="cpu",
+        first_step=20,
+        last_step=23,
+        into=tempfile.mkdtemp(dir=folder),
     )
-    pack(Path(answer["folder"]), script)  # the tests judge it again, without running it
-    return answer
+    facts = record_profile(request)
+    causes = find_causes(Profile(facts))
+    gains = try_changes(request, [cause.change for cause in causes if cause.change is not None])
+    kept = [replace(rank, host="vm", trace=None) for rank in facts]
+    tried = [{"change": change, "gain": gain} for change, gain in gains.items()]
+    text = msgspec.json.encode({"facts": kept, "tried": tried})
+    (_RECORDED / f"{script}.json.gz").write_bytes(gzip.compress(text, mtime=0))
+    return with_trials(causes, gains)
 
 
 def _samples_per_s(script: str, folder: str, *words: str) -> float:
@@ -106,20 +112,18 @@ def _samples_per_s(script: str, folder: str, *words: str) -> float:
 
 
 def _row(script: str, turns: int, folder: str) -> Row:
-    answer = _profile(script, folder)
-    first = answer["advice"][0] if answer["advice"] else None
-    value = (first or {}).get("change") or ""
+    first = _profile(script, folder)[0]
     # A change has a size: so many workers, so large a batch. The mended script takes that of the advice.
-    told = ("--value", value.partition("=")[2]) if value else ()
+    told = ("--value", str(first.change.value)) if first.change else ()
     gains = []
     for _ in range(turns):
         slow = _samples_per_s(script, folder)
         gains.append(_samples_per_s(script, folder, "--mended", *told) / slow)
     return Row(
         script=script,
-        named=first["cause"] if first else "nothing",
-        expected=first["gain"] if first else None,
-        known_by=first["known_by"] if first else "",
+        named=first.name if first.is_accused else "nothing",
+        expected=first.tried or first.gain,
+        known_by="trace" if first.tried is None else "trial",
         measured=tuple(gains),
     )
 
@@ -171,7 +175,7 @@ def main() -> None:
             if script in CAUSES:
                 kept[script] = asdict(_row(script, options.turns, folder))
             else:
-                kept[script] = [one["cause"] for one in _profile(script, folder)["advice"]]
+                kept[script] = [one.name for one in _profile(script, folder) if one.is_accused]
             print(script, kept[script], flush=True)
             options.kept.write_text(json.dumps(kept, indent=2))
     rows = [Row(**kept[script]) for script in CAUSES if script in kept]

@@ -27,13 +27,15 @@ _PHASES = (
 def step(number: int, *, profiled: bool = False, **told: Any) -> Step:
     """Return a step of a healthy training with differences; it is as long as its phases are."""
     phases = {**HEALTHY, **told}
-    took_s = phases.pop("took_s", None) or sum(phases.get(name, 0.0) for name in _PHASES) + 0.001
+    seconds = {name.removesuffix("_s"): phases.get(name, 0.0) for name in _PHASES}
+    times = {"save": phases.get("saves", 0), "reads": phases.get("reads", 0)}
     return Step(
         number=number,
         profiled=profiled,
-        took_s=took_s,
-        micro_batches=phases.pop("micro_batches", 1),
-        **phases,
+        took_s=phases.get("took_s") or sum(seconds.values()) + 0.001,
+        seconds=seconds,
+        times={**times, "backward": phases.get("micro_batches", 1)},
+        waiting_s=phases["waiting_s"],
     )
 
 

@@ -68,7 +68,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "train-fsdp": (*TRAIN, *TWO, *FSDP),
     "train-hybrid": (*TRAIN, *CPU, "--ranks", "4", *FSDP, *HYBRID),
     "train-recompute": (*TRAIN, *TWO, "--set", "train.activation_checkpointing=selective"),
-    "profile": ("profile", *TWO, "--steps", "10:11", "--no-trials", "c.yaml"),
+    "profile": ("profile", *TWO, "--steps", "10:11", "c.yaml"),
     "bench-matmul": ("bench", "matmul", *CPU, "--quick"),
     "bench-precision": ("bench", "precision", *CPU, "--quick"),
     "bench-attention": ("bench", "attention", *CPU, "--quick"),

@@ -68,7 +68,7 @@ class Profile:
         steps = unprofiled or complete
         if not steps:
             return []
-        lengths = [max(own.took_s - own.save_s for own in step.values()) for step in steps]
+        lengths = [max(own.took_s - own.own_s("save") for own in step.values()) for step in steps]
         longest = _UNUSUAL_FROM * statistics.median(lengths)
         pairs = zip(steps, lengths, strict=True)
         return [step for step, length in pairs if length <= longest]
@@ -81,14 +81,17 @@ class Profile:
 
     def mean_s(self, phase: str) -> float:
         """Return the seconds of a phase, averaged over steps and ranks, without waiting."""
-        return self.mean(lambda own: own.own_s(phase))
-
-    def mean(self, value: Callable[[Step], float]) -> float:
-        """Return the mean of a value over the steps of all ranks."""
-        all_steps: list[Step] = []
+        seconds: list[float] = []
         for step in self.steps:
-            all_steps += step.values()
-        return statistics.fmean(map(value, all_steps))
+            seconds += [own.own_s(phase) for own in step.values()]
+        return statistics.fmean(seconds)
+
+    def most_times(self, phase: str) -> int:
+        """Return how often a phase occurs in a step, on the rank where it occurs most."""
+        times = [0]
+        for step in self.steps:
+            times += [own.times.get(phase, 0) for own in step.values()]
+        return max(times)
 
     @cached_property
     def transfer_s(self) -> float:
@@ -108,13 +111,14 @@ class Profile:
             return shares | facts.trace.shares
         if self.steps:
             own = [step[facts.rank] for step in self.steps]
-            shares["compute"] = statistics.fmean(
-                step.forward_s + step.backward_s - step.waiting_s for step in own
-            )
+            means = {}
+            for phase in PHASES:
+                means[phase] = statistics.fmean(step.own_s(phase) for step in own)
+            shares["compute"] = means["forward"] + means["backward"]
             shares["exposed"] = statistics.fmean(step.waited_s for step in own)
-            shares["idle"] = statistics.fmean(step.other_s for step in own)
+            shares["idle"] = means["other"]
             for name in ("optimizer", "data", "reads", "save"):
-                shares[name] = statistics.fmean(step.own_s(name) for step in own)
+                shares[name] = means[name]
         return shares
 
     def part(self, place: int, share: str) -> float:
@@ -157,32 +161,6 @@ class Profile:
         needed = max(math.ceil(_WORKER_HEADROOM * batch_s / rest_s), workers + 1, 2)
         return min(needed, _MOST_WORKERS)
 
-    def gain_of_workers(self, before: int, after: int) -> float:
-        """Return the gain of more loader workers, if there are cores for them."""
-
-        def saved_s(own: Step) -> float:
-            batch_s = before * own.took_s if before else own.data_s
-            still_s = max(batch_s / after - (own.took_s - own.data_s), 0.0)
-            return max(own.data_s - still_s, 0.0)
-
-        return self.gain(saved_s)
-
-    def hidden_transfer_s(self, message_bytes: int) -> float:
-        """Return how much of the transfer could overlap with the backward.
-
-        The last message cannot, and the first can start only when its gradients are ready.
-        """
-        messages = max(math.ceil(self.facts[0].gradient_bytes / message_bytes), 1)
-        backward_s = self.mean_s("backward")
-        late_s = self.transfer_s + backward_s / messages - backward_s
-        left_s = max(self.transfer_s / messages, late_s)
-        return max(self.transfer_s - left_s, 0.0)
-
-    def gain_of_batch(self, times: int) -> float:
-        """Return the least gain of a larger batch: only communication and optimizer stay constant."""
-        growing_s = max(self.step_s - self.transfer_s - self.mean_s("optimizer"), 0.0)
-        return times * self.step_s / (self.step_s + (times - 1) * growing_s)
-
     @property
     def messages(self) -> int | None:
         """The number of gradient messages of a rank, given DDP's bucket size."""
@@ -190,11 +168,6 @@ class Profile:
         if facts.strategy != "ddp" or not facts.bucket_bytes or not facts.gradient_bytes:
             return None
         return max(math.ceil(facts.gradient_bytes / facts.bucket_bytes), 1)
-
-    @property
-    def launch_bound(self) -> bool:
-        """Whether a rank's step is limited by how fast operations can be launched."""
-        return any(facts.trace is not None and facts.trace.launch_bound for facts in self.facts)
 
     @cached_property
     def straggler(self) -> Straggler | None:

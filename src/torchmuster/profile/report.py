@@ -5,13 +5,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from torchmuster.finding import render
+from torchmuster.finding import Status, render
 from torchmuster.pages.charts import Bar, amount_text, bar_chart
 from torchmuster.pages.columns import aligned_columns
-from torchmuster.pages.frame import html_article, html_details, html_page, html_table
+from torchmuster.pages.frame import html_article, html_page
 from torchmuster.profile.analysis import SHARES, Profile
-from torchmuster.profile.causes import Cause, nothing_to_fix
-from torchmuster.profile.facts import RankFacts, Trial, Trials
+from torchmuster.profile.causes import Cause, findings_of
 from torchmuster.redaction import harmless
 from torchmuster.units import plural
 
@@ -26,19 +25,19 @@ _LONGEST_NAME = 60
 def screen(
     profile: Profile,
     causes: Sequence[Cause],
-    trials: Trials,
     folder: Path,
     *,
     width: int = 100,
     colour: bool = False,
 ) -> str:
     """Return the terminal output: what to do, where the time went, and how that was measured."""
-    findings = [cause.finding for cause in causes] or [nothing_to_fix(profile, trials.trials)]
+    findings = findings_of(profile, causes)
     blocks = [_wrapped(summary(profile), width)]
-    blocks.append(render(findings[:_WHOLE_CAUSES], width=width, colour=colour))
-    blocks += [_wrapped(f"also: {finding.what}", width) for finding in findings[_WHOLE_CAUSES:]]
-    if trials.proof is not None:
-        blocks.append(_wrapped(proof_text(causes, trials.proof), width))
+    whole = [finding for finding in findings if finding.status is not Status.NOTE][:_WHOLE_CAUSES]
+    blocks.append(render(whole, width=width, colour=colour))
+    for finding in findings:
+        if finding not in whole:
+            blocks.append(_wrapped(f"also: {finding.what}", width))
     blocks.append("\n".join(_share_table(profile)))
     blocks.append("\n".join(_wrapped(note, width) for note in notes(profile)))
     blocks.append(f"page and traces (ui.perfetto.dev opens them): {folder}")
@@ -57,21 +56,9 @@ def summary(profile: Profile) -> str:
         return text
     samples = facts.loader.samples_per_batch if facts.loader is not None else None
     if samples:
-        batches = max(own.micro_batches for step in profile.steps for own in step.values()) or 1
+        batches = max(profile.most_times("backward"), 1)
         text += f", {amount_text(samples * batches * ranks / profile.step_s, 'samples/s')}"
     return text
-
-
-def proof_text(causes: Sequence[Cause], proof: Trial) -> str:
-    """Return the predicted and the measured gain of a change."""
-    predicted = ""
-    for cause in causes:
-        if cause.change == proof.change and cause.gain is not None:
-            predicted = f"predicted {cause.gain:.2f}x, "
-    return (
-        f"applied: {proof.change}: {predicted}measured {proof.gain:.2f}x "
-        f"(at least {proof.low:.2f}x in {plural(len(proof.after_s), 'run')})"
-    )
 
 
 def notes(profile: Profile) -> Iterator[str]:
@@ -85,23 +72,10 @@ def notes(profile: Profile) -> Iterator[str]:
                 seconds = amount_text(operation.self_s, "s")
                 names.append(f"{name} {seconds} in {operation.calls:,.0f}")
             yield f"operations of rank {facts.rank}: {'; '.join(names)}"
-            yield _launch_text(facts)
             break
     for facts in profile.facts:
         for note in facts.notes:
             yield f"rank {facts.rank}: {note}"
-
-
-def _launch_text(facts: RankFacts) -> str:
-    trace = facts.trace
-    if trace is None or not trace.calls:
-        return ""
-    verdict = "launch-bound" if trace.launch_bound else "not launch-bound"
-    return (
-        f"{verdict}: {trace.calls:,.0f} operations per step, the median takes "
-        f"{amount_text(trace.median_s, 's')}; operations under 20 µs take {trace.small_part:.0%} of "
-        "the time"
-    )
 
 
 def _seen_shares(profile: Profile) -> list[str]:
@@ -123,32 +97,16 @@ def _share_table(profile: Profile) -> Iterator[str]:
         rows.append([SHARES[name], *(f"{profile.part(place, name):.0%}" for place in places)])
     yield from aligned_columns(rows, right=True)
     if len(ranks) > len(places):
-        yield f"and {len(ranks) - len(places)} more ranks on the page"
+        yield f"and {len(ranks) - len(places)} more ranks in the chart"
 
 
-def page(profile: Profile, causes: Sequence[Cause], trials: Trials) -> str:
+def page(profile: Profile, causes: Sequence[Cause]) -> str:
     """Return the HTML page. Data from the training is shown as text, never as markup."""
-    findings = [cause.finding for cause in causes] or [nothing_to_fix(profile, trials.trials)]
     parts = ["<h1>muster profile</h1>", f"<p>{escape(summary(profile))}</p>"]
-    if trials.proof is not None:
-        parts.append(f"<p>{escape(proof_text(causes, trials.proof))}</p>")
-    parts += map(html_article, findings)
+    parts += map(html_article, findings_of(profile, causes))
     parts.append(f"<figure>{shares_chart(profile)}</figure>")
-    tried = [(trial.change.written, f"{trial.gain:.2f}x") for trial in trials.trials]
-    if tried:
-        parts.append(html_details("changes that were tried", html_table(("", "gain"), tried)))
-    for facts in profile.facts:
-        if facts.trace is None or not facts.trace.top:
-            continue
-        rows = []
-        for operation in facts.trace.top:
-            seconds = amount_text(operation.self_s, "s")
-            rows.append((seconds, f"{operation.calls:,.1f}", operation.name))
-        table = html_table(("self time per step", "calls", "operation"), rows)
-        body = f"<p>{escape(_launch_text(facts))}</p>{table}"
-        parts.append(html_details(f"operations of rank {facts.rank}", body))
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes(profile))
-    parts.append(html_details("notes", f"<ul>{items}</ul>", opened=True))
+    lines = [*_share_table(profile), "", *notes(profile)]
+    parts.append(f"<pre>{escape(harmless(chr(10).join(lines)))}</pre>")
     return html_page("muster profile", parts)
 
 

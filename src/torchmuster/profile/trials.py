@@ -1,6 +1,7 @@
 """Run the training under the recorder on fresh local ranks: to profile it, and to try changes."""
 
 import logging
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,19 +12,12 @@ import msgspec
 
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.launch import local_ranks
-from torchmuster.profile.facts import (
-    REQUEST_FILE,
-    Change,
-    ProfileRequest,
-    RankFacts,
-    Trial,
-    read_facts,
-)
+from torchmuster.profile.facts import Change, ProfileRequest, RankFacts
 
 PROGRAM = "torchmuster.profile.probes.profiled"
 _FEWEST_STEPS = 3  # without the profiler: fewer are not enough to know the step time
 _TRIAL_STEPS = 15  # of one run; the first ones warm up
-_ROUNDS = 2  # and one more for a change whose first ones were unclear
+_ROUNDS = 2
 _GLOBAL_BATCH, _MICRO_BATCH = "train.global_batch_size", "train.micro_batch_size"
 _DEFAULT_MICRO_BATCH = 8
 
@@ -34,14 +28,12 @@ Say = Callable[[str], None]
 def record_profile(request: ProfileRequest, say: Say = logger.info) -> list[RankFacts]:
     """Run the training up to the last requested step; return the facts by rank.
 
-    ``request.into`` receives the request, facts and traces. A failing rank stops all ranks.
+    ``request.into`` receives the traces. A failing rank stops all ranks.
     """
-    into, name = Path(request.into), _name(request)
-    text = msgspec.json.encode(request)
-    (into / REQUEST_FILE).write_bytes(text)
+    name = "the training" if request.module else Path(request.command[0]).name
     ran = local_ranks.run_local_ranks(
         PROGRAM,
-        text.decode(),
+        msgspec.json.encode(request).decode(),
         ranks=request.ranks,
         device=request.device,
         folder=request.folder,
@@ -62,85 +54,67 @@ def record_profile(request: ProfileRequest, say: Say = logger.info) -> list[Rank
             why=f"only {len(ran.texts)} of {request.ranks} ranks returned a result",
             fix="check whether the script exits by itself (os._exit)",
         )
-    facts = read_facts(into)
-    _check_steps(request, facts)
-    return facts
-
-
-def _name(request: ProfileRequest) -> str:
-    return "the training" if request.module else Path(request.command[0]).name
-
-
-def _check_steps(request: ProfileRequest, facts: list[RankFacts]) -> None:
-    fewest = min(facts, key=lambda rank: len(rank.steps))
-    if not fewest.steps:
-        raise Impossible(
-            f"{_name(request)} made no steps to record",
-            why="a step ends with torch.optim.Optimizer.step, and the first three steps are warm-up; "
-            f"rank {fewest.rank} made no more steps",
-            fix="train longer; only torch.optim optimizers are recognized",
-        )
-    unprofiled = sum(not step.profiled for step in fewest.steps)
-    last = fewest.steps[-1].number
+    facts = [msgspec.json.decode(text, type=RankFacts) for _, text in sorted(ran.texts.items())]
+    steps = min((rank.steps for rank in facts), key=len)
+    unprofiled = sum(not step.profiled for step in steps)
+    last = steps[-1].number if steps else 0
     if unprofiled < _FEWEST_STEPS or last < request.last_step:
-        shorter = f"--steps {max(9, last // 2)}:{last}, or train longer"
         raise Impossible(
-            f"{_name(request)} ended after step {last}",
-            why=f"steps {request.first_step} to {request.last_step} were requested, and "
-            f"{_FEWEST_STEPS} steps without the profiler are needed before them",
-            fix="train longer" if last < 12 else shorter,
+            f"{name} ended before step {request.last_step}",
+            why=f"{len(steps)} steps were recorded; a step ends with torch.optim.Optimizer.step, and "
+            "the first three are warm-up",
+            fix="train longer, or profile earlier steps: --steps 9:10",
         )
+    return facts
 
 
 def try_changes(
     request: ProfileRequest, changes: Sequence[Change], say: Say = logger.info
-) -> list[Trial]:
-    """Run the training without and with each change, alternately, one change at a time.
+) -> dict[Change, float]:
+    """Run the training without and with each change, in turns; return the factors in samples/s.
 
-    A change that breaks the training, or that has no effect in it, is reported and skipped. Changes
-    whose runs seem disturbed get one more.
+    One change at a time, each run in new processes. The fastest of two runs counts, because other
+    load only slows runs down. A change that breaks the training, or that has no effect in it, is
+    reported and left out.
     """
-    trials = [Trial(change=change, before_s=(), after_s=()) for change in changes]
-    for number in range(1, _ROUNDS + 2):
-        due = [trial for trial in trials if number <= _ROUNDS or trial.is_unclear]
-        if not due:
-            break
-        say(f"run {number}: the unchanged training")
-        before_s = _step_s(_short_run(request, say))
-        for trial in due:
-            trials.remove(trial)
-            change = trial.change
-            say(f"run {number}: the training with {change}")
+    fastest_s: dict[Change | None, float] = {}
+    left: list[Change | None] = [None, *changes]
+    for number in range(1, _ROUNDS + 1):
+        for change in list(left):
+            say(f"run {number}: the training with {change or 'no change'}")
             try:
-                facts = _short_run(with_change(request, change), say)
+                facts = _short_run(request, change, say)
             except MusterError as error:
+                if change is None:
+                    raise
                 say(f"{change} could not be tried: {error.why or error.what}")
+                left.remove(change)
                 continue
             if any(rank.change_unused for rank in facts):
                 say(f"{change} had no effect: the training does not use it")
+                left.remove(change)
                 continue
-            trials.append(Trial(
-                change=change,
-                before_s=(*trial.before_s, before_s),
-                after_s=(*trial.after_s, _step_s(facts)),
-                samples_factor=float(change.value) if change.kind == "batch" else 1.0,
-            ))  # fmt: skip
-    return trials
+            fastest_s[change] = min(_step_s(facts), fastest_s.get(change, math.inf))
+    gains = {}
+    for change in left:
+        if change is not None:
+            samples = change.value if change.kind == "batch" else 1
+            gains[change] = samples * fastest_s[None] / fastest_s[change]
+    return gains
 
 
-def _short_run(request: ProfileRequest, say: Say) -> list[RankFacts]:
+def _short_run(request: ProfileRequest, change: Change | None, say: Say) -> list[RankFacts]:
     steps = min(_TRIAL_STEPS, request.last_step)
+    if change is not None:
+        request = with_change(request, change)
     with tempfile.TemporaryDirectory(prefix="muster-trial-") as folder:
         short = replace(request, into=folder, traces=False, first_step=steps, last_step=steps)
         return record_profile(short, say)
 
 
 def _step_s(facts: Sequence[RankFacts]) -> float:
-    """Return the typical step time: the median without the profiler, of the slowest rank."""
-    medians = []
-    for rank in facts:
-        medians.append(statistics.median(step.took_s for step in rank.steps if not step.profiled))
-    return max(medians)
+    """Return the typical step time: the median of the slowest rank."""
+    return max(statistics.median(step.took_s for step in rank.steps) for rank in facts)
 
 
 def with_change(request: ProfileRequest, change: Change) -> ProfileRequest:

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.build_step import BuiltStep, build_step
+from torchmuster.plan.probes.build_step import build_step
 from torchmuster.plan.probes.operations import scratch_bytes_of
 from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.step_tracer import HOST, StepTracer

@@ -33,8 +33,9 @@ def test_time_inside_another_phase_counts_once() -> None:
     clock.now_s += 16.0
     phases.leave()
     step = phases.end(7, profiled=False)
-    assert (step.number, step.took_s, step.data_s) == (7, 31.0, 2.0)
-    assert (step.forward_s, step.communication_s, step.other_s) == (20.0, 8.0, 1.0)
+    assert (step.number, step.took_s) == (7, 31.0)
+    assert step.seconds == {"data": 2.0, "forward": 20.0, "communication": 8.0}
+    assert step.own_s("other") == 1.0
 
 
 def test_backward_waits_from_its_last_gradient_on() -> None:
@@ -46,7 +47,7 @@ def test_backward_waits_from_its_last_gradient_on() -> None:
             phases.gradient_ready()
             clock.now_s += wait_s
     step = phases.end(1, profiled=False)
-    assert (step.backward_s, step.waiting_s, step.micro_batches) == (9.0, 3.0, 2)
+    assert (step.seconds["backward"], step.waiting_s, step.times["backward"]) == (9.0, 3.0, 2)
 
 
 def test_reading_values_shows_only_where_the_script_itself_reads() -> None:
@@ -62,7 +63,7 @@ def test_reading_values_shows_only_where_the_script_itself_reads() -> None:
     with phases.inside("reads"):
         clock.now_s += 2.0
     step = phases.end(1, profiled=False)
-    assert (step.reads, step.reads_s, step.other_s) == (1, 2.0, 1.0)
+    assert (step.times["reads"], step.seconds["reads"], step.own_s("other")) == (1, 2.0, 1.0)
 
 
 def test_what_an_exception_has_ended_is_left() -> None:
@@ -93,7 +94,7 @@ def test_what_a_loop_waits_for_data_counts_once() -> None:
     phases.end_wait()
     clock.now_s += 8.0
     step = phases.end(1, profiled=False)
-    assert (step.data_s, step.other_s) == (7.0, 13.0)
+    assert (step.own_s("data"), step.own_s("other")) == (7.0, 13.0)
 
 
 def test_what_was_waited_before_the_step_is_not_the_steps() -> None:
@@ -105,4 +106,4 @@ def test_what_was_waited_before_the_step_is_not_the_steps() -> None:
     clock.now_s += 2.0
     phases.end_wait()
     step = phases.end(1, profiled=False)
-    assert (step.data_s, step.other_s) == (2.0, 0.0)
+    assert (step.own_s("data"), step.own_s("other")) == (2.0, 0.0)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torchmuster.profile.facts import Step
 
 _REST = ""
+LOWER_DTYPES = (torch.bfloat16, torch.float16)
 # Phases in which value reads are counted separately; elsewhere they belong to the phase.
 _READS_COUNT_IN = (_REST, "forward", "communication")
 
@@ -115,22 +116,13 @@ class Phases:
 
     def end(self, number: int, *, profiled: bool) -> Step:
         """Return the step that has just ended."""
-        seconds = self.seconds
         return Step(
             number=number,
             profiled=profiled,
             took_s=self._clock() - self._begun_at_s,
-            data_s=seconds["data"],
-            forward_s=seconds["forward"],
-            backward_s=seconds["backward"],
+            seconds={phase: spent_s for phase, spent_s in self.seconds.items() if phase != _REST},
+            times=dict(self.times),
             waiting_s=self.waiting_s,
-            communication_s=seconds["communication"],
-            optimizer_s=seconds["optimizer"],
-            save_s=seconds["save"],
-            saves=self.times["save"],
-            reads_s=seconds["reads"],
-            reads=self.times["reads"],
-            micro_batches=self.times["backward"],
         )
 
 
@@ -151,12 +143,16 @@ def first_tensor(batch: Any) -> torch.Tensor | None:
 
 
 class ForwardPhases:
-    """Marks the calls of the outermost modules as the phase ``forward``."""
+    """Marks the calls of the outermost modules as the phase ``forward``.
+
+    Every module is hooked in the warm-up steps, which also shows the dtype of computation.
+    """
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
         self._depth = 0
         self.outermost: dict[int, nn.Module] = {}
+        self.lower_dtype: torch.dtype | None = None  # of 16 bits, by autocast or FSDP; None: none
         self._hooks: list[Any] = []
 
     def find(self) -> None:
@@ -166,10 +162,17 @@ class ForwardPhases:
             register_module_forward_hook(self._leave_any, always_call=True),
         ]
 
-    def _enter_any(self, module: nn.Module, *_: Any) -> None:
+    def _enter_any(self, module: nn.Module, arguments: Any) -> None:
         if not self._depth and self._phases.current == _REST:
             self.outermost[id(module)] = module
         self._depth += 1
+        batch = first_tensor(arguments)
+        if batch is None:
+            return
+        if batch.dtype in LOWER_DTYPES:
+            self.lower_dtype = batch.dtype
+        elif torch.is_autocast_enabled(batch.device.type):
+            self.lower_dtype = torch.get_autocast_dtype(batch.device.type)
 
     def _leave_any(self, *_: Any) -> None:
         self._depth = max(0, self._depth - 1)

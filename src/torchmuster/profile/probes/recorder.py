@@ -11,7 +11,6 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import flop_registry
 
 from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.profile.facts import (
@@ -37,7 +35,6 @@ from torchmuster.profile.probes.phases import ForwardPhases, Phases, first_tenso
 from torchmuster.profile.probes.trace import StepTrace
 from torchmuster.train.arguments import micro_batch_size
 from torchmuster.train.step_log import StepLog
-from torchmuster.train.torch_private import TorchDispatchMode, is_compiled_part
 from torchmuster.train.trainer import Trainer
 
 _COLLECTIVES = (
@@ -47,35 +44,10 @@ _COLLECTIVES = (
     *("send", "recv"),
 )
 _READERS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
-_LOWER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Finished(SystemExit):
     """Raised after the last requested step; the script exits here, as with ``sys.exit(0)``."""
-
-
-class _ProductDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the dtypes in which products are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
-    ) -> Any:
-        if getattr(func, "overloadpacket", None) in flop_registry:
-            tensors = [argument for argument in args[:2] if isinstance(argument, torch.Tensor)]
-            self.seen.update(tensor.dtype for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def lower(self) -> str | None:
-        """The 16-bit dtype of products; None: there was none."""
-        for dtype in _LOWER_DTYPES:
-            if self.seen[dtype]:
-                return str(dtype).removeprefix("torch.")
-        return None
 
 
 class StepRecorder:
@@ -88,15 +60,11 @@ class StepRecorder:
         self._trace = StepTrace(request, self.rank)
         self._change = AppliedChange(request.change)
         self._forward = ForwardPhases(self._phases)
-        self._products = _ProductDtypes()
-        self._looking = ExitStack()  # at the dtypes of one step
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._steps: list[Step] = []
         self._number = 0  # of steps that ended
         self._profiled = False
         self._optimizer: torch.optim.Optimizer | None = None
-        self._backward_ran = False  # since the last step
-        self._making_states = False
         self._loader: Any = None
         self._trainer: Trainer | None = None
         self._samples: int | None = None
@@ -107,7 +75,6 @@ class StepRecorder:
     def install(self) -> None:
         """Install the hooks."""
         from torch.distributed import checkpoint as dcp  # slow to import, so only if needed
-        from torch.distributed.checkpoint import state_dict_saver
 
         from torchmuster.train.checkpointing.checkpointer import Checkpointer
 
@@ -120,9 +87,7 @@ class StepRecorder:
         self._wrap(torch.autograd, "backward", self._run_backward)  # Tensor.backward calls it
         self._wrap(torch, "save", self._run_save)
         self._wrap(Checkpointer, "save", self._run_save)
-        for module in (dcp, state_dict_saver):
-            self._wrap(module, "save", self._run_save)
-            self._wrap(module, "async_save", self._run_save)
+        self._wrap(dcp, "save", self._run_save)
         for name in _READERS:
             self._wrap(torch.Tensor, name, self._run_read)
         for name in _COLLECTIVES:
@@ -149,7 +114,6 @@ class StepRecorder:
                 usual(*positional, **named)
         finally:
             self._change.set_autocast(True)
-        self._backward_ran = True
 
     def _run_save(self, usual: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         if not self._change.is_to_save():
@@ -219,34 +183,23 @@ class StepRecorder:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        # torch.distributed.checkpoint creates the states by a step with learning rate 0, before the
-        # training.
-        self._making_states = not self._backward_ran and _learns_nothing(optimizer)
-        if self._making_states:
-            return
         if self._optimizer is None:
             self._optimizer = optimizer
             self._follow(optimizer)
         self._phases.enter("optimizer")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if threading.get_ident() != self._thread or self._making_states:
+        if threading.get_ident() != self._thread:
             return
         self._phases.leave()
         if optimizer is not self._optimizer:
             return  # with several optimizers, the first one's steps count
-        self._backward_ran = False
         self._number += 1
         if self._number > WARM_UP_STEPS:
             self._steps.append(self._phases.end(self._number, profiled=self._profiled))
         self._trace.after(self._number)
         if self._number == WARM_UP_STEPS - 1:
             self._forward.settle()
-            models = self._forward.outermost.values()
-            if not any(is_compiled_part(part) for model in models for part in model.modules()):
-                self._looking.enter_context(self._products)
-        elif self._number == WARM_UP_STEPS:
-            self._looking.close()
         if self._number >= self._request.last_step:
             raise Finished(0)
         self._profiled = self._phases.marks = self._trace.before(self._number + 1)
@@ -269,12 +222,12 @@ class StepRecorder:
     def facts(self) -> RankFacts:
         """Write the trace, and return the facts, after the script has ended."""
         self._phases.leave_all()
-        self._looking.close()
         parameters = self._parameters
         device = parameters[0].device if parameters else torch.device("cpu")
         dtypes: Counter[str] = Counter()
         for parameter in parameters:
             dtypes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        lower = self._forward.lower_dtype
         gradients = [part.grad for part in parameters if part.grad is not None]
         return RankFacts(
             rank=self.rank,
@@ -288,7 +241,7 @@ class StepRecorder:
             loader=self._loader_facts(),
             parameter_dtypes=dict(dtypes),
             gradient_bytes=sum(gradient.nbytes for gradient in gradients),
-            autocast=self._products.lower,
+            autocast=None if lower is None else str(lower).removeprefix("torch."),
             strategy=self._strategy(),
             bucket_bytes=self._bucket_bytes,
             trace=self._trace.write(),
@@ -313,12 +266,6 @@ class StepRecorder:
             return None
         dataset = type(getattr(loader, "dataset", loader)).__name__
         return Loader(workers=workers, samples_per_batch=samples, dataset=dataset)
-
-
-def _learns_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    # Not with Tensor.item and similar: these are hooked.
-    rates = (group["lr"] for group in optimizer.param_groups if "lr" in group)
-    return not any(torch.is_nonzero(torch.as_tensor(rate)) for rate in rates)
 
 
 def _device_name(device: torch.device) -> str:

@@ -7,7 +7,6 @@ it in Perfetto.
 import gzip
 import re
 import shutil
-import statistics
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -20,7 +19,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from torchmuster.profile.facts import SMALL_S, Operation, ProfileRequest, Trace
+from torchmuster.profile.facts import Operation, ProfileRequest, Trace
 
 _MOST_OPERATIONS = 12
 _MARK = "muster:"
@@ -111,36 +110,34 @@ def summarize(events: Sequence[Any]) -> Trace | None:
     if kernels:
         shares, sent_s = _device_times(events, marks)
         durations = [(event.name, event.time_range.elapsed_us()) for event in kernels]
-        return _operations(durations, len(marks), messages=messages, shares=shares, sent_s=sent_s)
+        return Trace(
+            steps=len(marks),
+            shares=shares,
+            sent_s=sent_s,
+            messages=messages,
+            top=_longest(durations, len(marks)),
+        )
     threads = {marks[0].thread}
     threads.update(event.thread for event in in_steps if event.name.startswith(_BACKWARD))
     durations = []
     for event in in_steps:
         if _computes(event) and event.thread in threads:
             durations.append((event.name, max(event.self_cpu_time_total, 0.0)))
-    return _operations(durations, len(marks), messages=messages)
+    return Trace(steps=len(marks), messages=messages, top=_longest(durations, len(marks)))
 
 
-def _operations(durations: Sequence[tuple[str, float]], steps: int, **known: Any) -> Trace:
-    """Return a trace with the operations by time, and how small they are; times in microseconds."""
-    by_name: defaultdict[str, list[float]] = defaultdict(list)
+def _longest(durations: Sequence[tuple[str, float]], steps: int) -> tuple[Operation, ...]:
+    """Return the operations that take longest, from the microseconds of each call."""
+    calls: Counter[str] = Counter()
+    total_us: Counter[str] = Counter()
     for name, duration_us in durations:
-        by_name[name].append(duration_us)
-    longest = sorted(by_name, key=lambda name: -sum(by_name[name]))
-    top = []
-    for name in longest[:_MOST_OPERATIONS]:
-        self_s = sum(by_name[name]) / 1e6 / steps
-        top.append(Operation(name=name, calls=len(by_name[name]) / steps, self_s=self_s))
-    times_us = [duration_us for _, duration_us in durations] or [0.0]
-    small_us = sum(duration_us for duration_us in times_us if duration_us < SMALL_S * 1e6)
-    return Trace(
-        steps=steps,
-        top=tuple(top),
-        calls=len(durations) / steps,
-        median_s=statistics.median(times_us) / 1e6,
-        small_part=small_us / max(sum(times_us), 1e-9),
-        **known,
-    )
+        calls[name] += 1
+        total_us[name] += duration_us  # type: ignore[assignment]  # a Counter also adds floats
+    longest = []
+    for name, self_us in total_us.most_common(_MOST_OPERATIONS):
+        self_s = self_us / 1e6 / steps
+        longest.append(Operation(name=name, calls=calls[name] / steps, self_s=self_s))
+    return tuple(longest)
 
 
 def _is_on_host(event: Any) -> bool:
