@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -16,14 +15,9 @@ NAMES = (
         "intercept and count every operation",
     ),
     PrivateName(
-        "torch.nn.Module._compiled_call_impl",
-        "detect that a module is compiled; its operations cannot be counted",
-        without="a compiled module is not detected, and the operation count is too low",
-    ),
-    PrivateName(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-        "detect that a module was returned by torch.compile",
-        without="a compiled module is not detected, and the operation count is too low",
+        "leave the wrapper of torch.compile out of the names of parameters",
+        without="the names of a compiled model's parameters have a prefix",
     ),
     PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",
@@ -110,11 +104,6 @@ ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-
-
-def is_compiled_part(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` has compiled this module."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def multiply_all(tensors: Sequence[torch.Tensor], by: float | torch.Tensor) -> None:
