@@ -1,7 +1,6 @@
 """The parts of the collectives probe in one process: exact values, limits, quotas, slow pairs."""
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,9 +56,7 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seat]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_collective_fills_what_is_compared(group_of_one: Seat, name: str) -> None:
-    call, pieces = OPERATIONS[name](group_of_one, 100, 0)
-    call()
-    for _, got, expected in pieces():
+    for _, got, expected in OPERATIONS[name](group_of_one, 100, 0):
         assert compare_values(got, expected) == Values(compared=100)
 
 
@@ -67,9 +64,7 @@ def test_a_collective_that_does_nothing_is_wrong(
     group_of_one: Seat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
-    call, pieces = exact_values.all_gather(group_of_one, 100, 0)
-    call()
-    ((source, got, expected),) = pieces()
+    ((source, got, expected),) = exact_values.all_gather(group_of_one, 100, 0)
     assert source == 0
     assert compare_values(got, expected).wrong == 100
 
@@ -80,16 +75,13 @@ def test_products_are_exact_in_every_precision() -> None:
         assert compare_values(torch.matmul(left, right), expected).wrong == 0
 
 
-@pytest.mark.parametrize(
-    ("capability", "hip", "bf16"),
-    [((7, 0), None, False), ((7, 5), None, False), ((8, 0), None, True), ((7, 0), "6.4", True)],
-)
+@pytest.mark.parametrize("bf16", [False, True])
 def test_products_are_measured_in_the_dtypes_that_the_gpu_has(
-    capability: tuple[int, int], hip: str | None, bf16: bool, monkeypatch: pytest.MonkeyPatch
+    bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    dtypes = matmul.gpu_dtypes(torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    dtypes = matmul.gpu_dtypes()
     assert (torch.bfloat16 in dtypes) is bf16
     assert {torch.float32, torch.float16} <= set(dtypes)
 
@@ -117,28 +109,8 @@ def test_work_that_goes_on_is_not_taken_for_work_that_hangs() -> None:
             thread.join(GIVE_UP_S)
 
 
-def test_the_first_call_of_a_size_may_take_long_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_values, "_BEAT_S", 0.01)
-    monkeypatch.setattr(exact_values, "wait_for_device", lambda device: None)
-    heartbeat = ProbeHeartbeat()
-    waits_for_beats = True
-
-    def prepare(seat: Seat, count: int, turn: int) -> exact_values.Prepared:
-        def call() -> None:
-            begun = heartbeat.beats
-            while waits_for_beats and heartbeat.beats < begun + 3:
-                time.sleep(0.01)
-
-        return call, lambda: iter(())
-
-    gpu_seat = Seat(rank=0, world_size=2, device=torch.device("cuda"))
-    count = exact_values._Count(prepare, gpu_seat, heartbeat)
-    for size in (256, 1024):
-        count.turn(size)  # returns only because beats come while it runs
-    waits_for_beats, before = False, heartbeat.beats
-    count.turn(256)
-    assert heartbeat.beats == before + 1
-    assert "connecting" not in {one.name for one in threading.enumerate()}
+def test_a_first_call_may_take_long_on_gpus() -> None:
+    assert exact_values.silent_s(torch.device("cuda", 1)) > 40 > exact_values.silent_s(CPU)
 
 
 def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
@@ -156,6 +128,3 @@ def test_ranks_read_what_all_have_written_and_learn_who_is_missing() -> None:
         assert [error.ranks for error in pool.map(share, boards)] == [(3,)] * 3
     late = RankBarrier(store, 3, 4)
     assert late.share("here", 3, 5) == [0, 1, 2, 3]
-
-
-# ---- pairs

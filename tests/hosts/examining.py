@@ -1,8 +1,6 @@
 """Examiners on the hosts of a lab, without a launcher: each is started there and asked by JSON lines."""
 
 import asyncio
-import itertools
-import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -15,18 +13,18 @@ from patience import GIVE_UP_S
 from torchmuster.diagnose.links.judge import judge_links
 from torchmuster.diagnose.links.model import Link
 from torchmuster.diagnose.links.survey import survey_links
-from torchmuster.errors import MusterError
+from torchmuster.diagnose.probe_client import ProbeClient
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
 
 _PROGRAM = [sys.executable, "-m", "torchmuster.diagnose.host_probe"]
 
 
-class LabExaminer:
+class LabExaminer(ProbeClient):
     """An examiner on one host."""
 
-    def __init__(self, host: Host, process: HostProcess) -> None:
-        self.name = host.name
+    def __init__(self, host: Host, process: HostProcess, thread: Executor) -> None:
+        super().__init__(host.name)
         self.place = host.number - 1
         self.record = protocol.NodeRecord(
             host=host.name,
@@ -39,49 +37,34 @@ class LabExaminer:
             addresses=(),
         )
         self._process = process
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._thread = thread
 
-    async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
-        number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+    async def send_line(self, line: str) -> None:
         assert self._process.stdin is not None
-        print(
-            json.dumps({"id": number, "verb": verb, "argument": argument}),
-            file=self._process.stdin,
-            flush=True,
-        )
-        # Nobody is gone here, and how long one takes that others hold up is not what is looked at.
-        async with asyncio.timeout(max(within_s, GIVE_UP_S)):
-            said = await self._waiting[number]
-        if "error" in said:
-            raise MusterError(**said["error"])
-        return said["answer"]
+        print(line, file=self._process.stdin, flush=True)
 
-    async def listen(self, thread: Executor) -> None:
-        """Hear the answers until the program ends."""
+    async def receive_line(self) -> str:
         assert self._process.stdout is not None
         loop = asyncio.get_running_loop()
-        while line := await loop.run_in_executor(thread, self._process.stdout.readline):
-            said = json.loads(line)
-            self._waiting[said["id"]].set_result(said)
+        return await loop.run_in_executor(self._thread, self._process.stdout.readline)
+
+    async def ask(self, verb: str, argument: Any, kind: Any, *, within_s: float) -> Any:
+        # Nobody is gone here, and how long one takes that others hold up is not what is looked at.
+        return await super().ask(verb, argument, kind, within_s=max(within_s, GIVE_UP_S))
 
 
 @asynccontextmanager
 async def examiners_on(hosts: Sequence[Host]) -> AsyncIterator[list[LabExaminer]]:
     """Start an examiner on each host, and end them all."""
     processes = [host.popen(_PROGRAM, stdin=-1, stdout=-1) for host in hosts]
-    examiners = [LabExaminer(*both) for both in zip(hosts, processes, strict=True)]
     # A thread for each: asyncio's own are fewer than the hosts may be, and each waits for a line.
-    threads = ThreadPoolExecutor(len(examiners))
-    listening = [asyncio.create_task(one.listen(threads)) for one in examiners]
+    threads = ThreadPoolExecutor(len(processes))
     try:
-        yield examiners
+        yield [LabExaminer(*both, threads) for both in zip(hosts, processes, strict=True)]
     finally:
         for process in processes:
             assert process.stdin is not None
             process.stdin.close()
-        await asyncio.gather(*listening)
         for process in processes:
             process.wait(timeout=GIVE_UP_S)
         threads.shutdown()

@@ -29,7 +29,6 @@ _EACH_NIGHT = (
     "the ssh key is refused",
     "no ssh server",
     "a host's cable is disconnected",
-    "a firewall drops the ssh port",
     "the hostname resolves to 127.0.1.1",
     "a name server that does not answer",
     "another program uses the default rendezvous port",

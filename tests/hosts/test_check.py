@@ -56,7 +56,7 @@ def test_a_healthy_pair_passes_and_the_report_is_written(lab2: Lab) -> None:
     run = report_of(work)
     *_, last = told.text("out").splitlines()
     assert last.startswith("all 2 hosts ")
-    assert last.endswith(f" {run.relative_to(work)}/report.html")
+    assert last.endswith(f" {run.relative_to(work)}/check.json")
     result = json.loads((run / "check.json").read_text())
     assert [one["name"] for one in result["machines"]] == ["node1", "node2"]
     assert len(result["links"]) == 2

@@ -107,8 +107,8 @@ def test_a_rank_that_waits_for_something_else_is_named(
     assert ranks[1]["doing"] == doing
     assert ranks[1]["place"].startswith(f"train.py:{line_of(own_machine, where)} in ")
     assert ranks[1]["source"] == where
-    assert not ranks[1]["waits_for_ranks"]
-    assert ranks[0]["waits_for_ranks"]
+    assert not ranks[1]["waiting"]
+    assert ranks[0]["waiting"]
     assert ranks[0]["source"] == "self.model(samples).sum().backward()"
 
 

@@ -93,8 +93,8 @@ def _print_result(result: "GroupResult", run: RunFolder, *, as_json: bool, shown
             report.check_text(result, width=width, colour=output.wants_colour(sys.stdout))
         )
         took = format_seconds(result.seconds)
-        output.print_text(f"\n{headline(result)}, in {took}; report: {run.report}")
-        failing = failing_hosts(result)
+        output.print_text(f"\n{headline(result)}, in {took}; report: {run.path}/check.json")
+        failing = failing_hosts(result.findings)
         if failing and len(failing) < len(result.machines):
             output.print_text(
                 f"without the hosts that failed: sbatch --exclude={','.join(failing)} …"

@@ -1,76 +1,82 @@
-"""Requests to a probe program (``host_probe.py``), whatever carries its lines."""
+"""Requests to a probe program (``host_probe.py``), one at a time, whatever carries its lines."""
 
 import asyncio
 import itertools
-import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from torchmuster.errors import MachineLost, MusterError
 
 HOST_PROBE = "torchmuster.diagnose.host_probe"
 
+Answer = TypeVar("Answer")
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The error that a probe program sends instead of an answer."""
+
+    what: str
+    why: str = ""
+    fix: str = ""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a probe program: the answer to the request with this number, or its error."""
+
+    id: int
+    answer: Any = None
+    error: Refusal | None = None
+
 
 class ProbeClient:
-    """Sends requests to the probe program of one host; handles several in parallel."""
+    """Sends requests to the probe program of one host. Subclasses carry the lines."""
 
-    def __init__(self, name: str, send: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._send = send
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._gone = ""
+        self._one_at_a_time = asyncio.Lock()
 
-    async def ask(self, verb: str, argument: Any = None, *, within_s: float) -> Any:
-        """Return the answer; raise the error that the host sends instead, or a timeout."""
-        if self._gone:
-            raise self._lost()
+    async def send_line(self, line: str) -> None:
+        """Send a line to the program; ignored if it has ended."""
+        raise NotImplementedError
+
+    async def receive_line(self) -> str:
+        """Return the next line of the program; raise ``MachineLost`` if it has ended."""
+        raise NotImplementedError
+
+    async def ask(self, verb: str, argument: Any, kind: type[Answer], *, within_s: float) -> Answer:
+        """Return the answer as this type; raise the error that the host sends instead, or a timeout."""
         number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        line = json.dumps({"id": number, "verb": verb, "argument": argument})
+        request = msgspec.json.encode({"id": number, "verb": verb, "argument": argument})
         try:
-            async with asyncio.timeout(within_s):
-                await self._send(line)
-                return await answer
+            async with asyncio.timeout(within_s), self._one_at_a_time:
+                await self.send_line(request.decode())
+                reply = await self._receive_reply(number)
         except TimeoutError:
             raise MusterError(
                 f"{self.name} did not answer within {within_s:g} s",
                 why=f"the request was {verb!r}; the host is overloaded, or a process on it hangs",
             ) from None
-        finally:
-            self._waiting.pop(number, None)
-
-    def hear(self, line: str) -> None:
-        """Process a line of the probe program."""
+        if reply.error is not None:
+            error = reply.error
+            raise MusterError(f"{self.name}: {error.what}", why=error.why, fix=error.fix)
         try:
-            reply = json.loads(line)
-            answer = self._waiting[reply["id"]]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # the caller has given up, or it is not an answer
-            return
-        if answer.done():
-            return
-        if "error" in reply:
-            answer.set_exception(self._error(reply["error"]))
-        else:
-            answer.set_result(reply.get("answer"))
+            return msgspec.convert(reply.answer, kind)
+        except msgspec.ValidationError as error:
+            raise MusterError(f"{self.name} sent an unreadable answer", why=str(error)) from error
 
-    def end(self, why: str) -> None:
-        """Fail all open and later requests: the probe program is gone."""
-        self._gone = why
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._lost())
+    async def _receive_reply(self, number: int) -> Reply:
+        """Return the reply with this number; one that comes too late has another number."""
+        while True:
+            line = await self.receive_line()
+            try:
+                reply = msgspec.json.decode(line, type=Reply)
+            except (msgspec.MsgspecError, RecursionError):  # not a reply
+                continue
+            if reply.id == number:
+                return reply
 
-    def _error(self, content: Any) -> MusterError:
-        parts = content if isinstance(content, dict) else {}
-        what, why, fix = (str(parts.get(name, "")) for name in ("what", "why", "fix"))
-        return MusterError(f"{self.name}: {what or content}", why=why, fix=fix)
-
-    def _lost(self) -> MachineLost:
-        return MachineLost(f"{self.name} lost its probe program", why=self._gone)
+    def lost(self, why: str) -> MachineLost:
+        """Return the error for a program that has ended."""
+        return MachineLost(f"{self.name} lost its probe program", why=why)

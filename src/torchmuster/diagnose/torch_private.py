@@ -13,7 +13,7 @@ NAMES = (
 )
 
 
-def collectives_begun(group: Any) -> int | None:
-    """Return how many collectives of a group this rank has begun; None if unknown."""
-    count = getattr(group, "_get_sequence_number_for_group", None)
-    return None if count is None else int(count())
+def collectives_begun(group: Any) -> int:
+    """Return how many collectives of a group this rank has begun; 0 if unknown."""
+    count = getattr(group, "_get_sequence_number_for_group", int)
+    return int(count())

@@ -12,7 +12,6 @@ Seen = set[tuple[int, int]]
 # Makes NCCL copy data between GPUs through host memory, and sum it without NVLink SHARP.
 SECOND_TRY = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 _VARIABLES = " ".join(f"{name}={value}" for name, value in SECOND_TRY.items())
-_TRANSFERS = "transfers between ranks"
 _LINES_SHOWN = 6
 
 
@@ -72,16 +71,24 @@ def wrong_pairs(records: Iterable[RankRecord]) -> Seen:
 
 
 def blame_ranks(seen: Seen) -> list[tuple[int, ...]]:
-    """Return the ranks that explain the observations; a pair of ranks if it may be either.
+    """Return the ranks that explain the observations; several together if it may be any of them.
 
     A rank that corrupts what it sends or receives does so with several others.
     """
+    peers: dict[int, set[int]] = {}
+    for receiver, sender in seen:
+        peers.setdefault(receiver, set()).add(sender)
+        peers.setdefault(sender, set()).add(receiver)
     guilty: list[tuple[int, ...]] = []
     for cause in blame(seen | {(sender, receiver) for receiver, sender in seen}):
+        ranks = set(cause.directions[0])
         if cause.end is not None:
-            guilty.append((cause.end,))
-        else:
-            guilty.append(tuple(sorted(cause.directions[0])))
+            ranks = {cause.end}
+            for peer in peers[cause.end]:
+                if len(peers[peer]) >= len(peers[cause.end]):
+                    ranks.add(peer)
+        if not any(ranks <= set(known) for known in guilty):
+            guilty.append(tuple(sorted(ranks)))
     return guilty
 
 
@@ -90,54 +97,45 @@ def _corruption(
 ) -> Finding:
     """Return the finding for ranks that corrupt values; all records if theirs are lost."""
     guilty = [record for record in records if record.rank in ranks] or records
-    seen = wrong_operations(records)
-    operations = list(seen)
+    wrong = wrong_operations(records)
+    operations = list(wrong)
     for record in records:
         for pair in record.pairs:
             if pair.values.wrong and {record.rank, pair.peer} & set(ranks):
-                seen[f"rank {pair.peer} to rank {record.rank}"] = pair.values
-    if len(seen) > len(operations):
-        operations.append(_TRANSFERS)
-    lines = [f"{where}: {_count(values)}; {_first(values)}" for where, values in seen.items()]
-    why, fix = _with_second_try(guilty[0], second)
+                wrong[f"rank {pair.peer} to rank {record.rank}"] = pair.values
+    if len(wrong) > len(operations):
+        operations.append("transfers between ranks")
+    lines = [f"{where}: {_count(values)}; {_first(values)}" for where, values in wrong.items()]
+    fix = _leave_out(guilty[0])
+    again = ""
+    if second is not None:
+        again = f". {_VARIABLES} does not change this"
+        if not second or any(record.trouble for record in second):
+            again = f". A second try with {_VARIABLES} did not finish"
+        elif not wrong_operations(second) and not wrong_pairs(second):
+            again = f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
+            fix = f"export {_VARIABLES}\nor {fix}"
     return finding(
         "wrong-values",
         hosts=tuple(dict.fromkeys(record.host for record in guilty)),
         guilty=" and ".join(record.where for record in guilty),
         operations=", ".join(operations),
-        why=why,
+        why=again,
         fix=fix,
         evidence="\n".join(lines[:_LINES_SHOWN]),
     )
 
 
-def _with_second_try(record: RankRecord, second: Sequence[RankRecord] | None) -> tuple[str, str]:
-    """Return what the second try shows, and the fix."""
-    if second is None:
-        return "", _leave_out(record)
-    if not second or any(again.trouble for again in second):
-        return f". A second try with {_VARIABLES} did not finish", _leave_out(record)
-    if wrong_operations(second) or wrong_pairs(second):
-        return f". {_VARIABLES} does not change this", _leave_out(record)
-    why = f". With {_VARIABLES} all values are correct: the direct path between the GPUs is broken"
-    return why, f"export {_VARIABLES}\nor {_leave_out(record)}"
-
-
 def _leave_out(record: RankRecord) -> str:
-    device, command = "it", "sudo dmesg --level=emerg,alert,crit,err"
+    command = "sudo dmesg --level=emerg,alert,crit,err"
     if record.hip:
-        device, command = "this device", "amd-smi metric --ecc"
+        command = "amd-smi metric --ecc"
     elif record.device_uuid:
         uuid = record.device_uuid
         if not uuid.startswith(("GPU-", "MIG-")):
             uuid = f"GPU-{uuid}"
-        device, command = (
-            "this device",
-            f"nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER -i {uuid}",
-        )
-    return (
-        f"exclude {record.host} until {device} is repaired; check for errors there with\n{command}"
-    )
+        command = f"nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER -i {uuid}"
+    return f"exclude {record.host} until it is repaired; check for errors there with\n{command}"
 
 
 def _count(values: Values) -> str:
@@ -151,8 +149,9 @@ def _first(values: Values) -> str:
 
 def second_try(records: Sequence[RankRecord]) -> Mapping[str, str]:
     """Return the variables for a second run of the probe; empty if it would not help."""
-    if any(record.matmul_values.wrong for record in records):
-        return {}
-    transfers = any(pair.values.wrong for record in records for pair in record.pairs)
-    nccl = any(record.backend == "nccl" for record in records)
-    return SECOND_TRY if transfers or (nccl and wrong_operations(records)) else {}
+    for record in records:
+        if any(pair.values.wrong for pair in record.pairs):
+            return SECOND_TRY
+        if record.backend == "nccl" and wrong_operations([record]):
+            return SECOND_TRY
+    return {}

@@ -1,42 +1,44 @@
 """Results of checks that nobody made: groups of any size, with faults where they are wanted."""
 
-import random
+from typing import Any
 
-from torchmuster.diagnose.links.model import End, Figures, Link, Problem
+from msgspec.structs import replace
+
+from torchmuster.diagnose.links.model import Link, LinkHost, Problem, Speed
 from torchmuster.diagnose.rank_record import Matmul, Operation, Pair, RankRecord, Values
-from torchmuster.diagnose.result import GroupResult, Machine
+from torchmuster.diagnose.result import Machine
 from torchmuster.finding import Finding, Status
+from torchmuster.launch.protocol import NodeRecord
 
 WRONG = Values(compared=1000, wrong=1, place=7, got=3.0, expected=2.0)
 RIGHT = Values(compared=1000)
 
 
-def machine(place: int, name: str | None = None, **changes: object) -> Machine:
-    fields: dict[str, object] = {
-        "name": name or f"node{place + 1}",
-        "place": place,
-        "host": f"node{place + 1}",
-        "system": "linux",
-        "python": "3.11.7",
-        "torch": "2.13.0+cpu",
-        "torchmuster": "0.1.0",
-        "cores": 2,
-        "addresses": (f"10.77.0.{place + 11}",),
-        "clock_offset_s": 0.001,
-        "ranks": 1,
-    }
-    return Machine(**{**fields, **changes})  # type: ignore[arg-type]
+def machine(place: int, name: str | None = None, **changes: Any) -> Machine:
+    name = name or f"node{place + 1}"
+    record = NodeRecord(
+        host=name,
+        system="linux",
+        python="3.11.7",
+        torch="2.13.0+cpu",
+        torchmuster="0.1.0",
+        cores=2,
+        clock_unix_s=0.0,
+        addresses=(),
+    )
+    known = Machine(name=name, place=place, record=record, clock_offset_s=0.001, ranks=1)
+    return replace(known, **changes)
 
 
 def link(source: Machine, target: Machine, bytes_per_s: float = 1.2e9, problem: str = "") -> Link:
-    figures = None
-    if not problem:
-        figures = Figures(bytes_per_s=bytes_per_s, round_trip_s=0.0002)
-    return Link(source=_end(source), target=_end(target), problem=Problem(problem), figures=figures)
+    speed = None if problem else Speed(bytes_per_s=bytes_per_s)
+    return Link(
+        source=_link_host(source), target=_link_host(target), problem=Problem(problem), speed=speed
+    )
 
 
-def _end(one: Machine) -> End:
-    return End(name=one.name, place=one.place, system="linux", address=f"10.77.0.{one.place}")
+def _link_host(one: Machine) -> LinkHost:
+    return LinkHost(name=one.name, place=one.place, system="linux")
 
 
 def rank(number: int, size: int = 2, **changes: object) -> RankRecord:
@@ -58,25 +60,6 @@ def rank(number: int, size: int = 2, **changes: object) -> RankRecord:
         "ended": True,
     }
     return RankRecord(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def group(count: int, *, pairs_each: int | None = None, **changes: object) -> GroupResult:
-    """Return a healthy group; in a large one each machine measures only some of its links."""
-    maker = random.Random(1)
-    machines = [machine(place) for place in range(count)]
-    reach = count if pairs_each is None else pairs_each + 1
-    links = [
-        link(source, machines[(source.place + step) % count], 1.2e9 * maker.uniform(0.8, 1.0))
-        for source in machines
-        for step in range(1, reach)
-    ]
-    fields: dict[str, object] = {
-        "machines": tuple(machines),
-        "findings": (),
-        "links": tuple(links),
-        "seconds": 12.3,
-    }
-    return GroupResult(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 FINDING = Finding(

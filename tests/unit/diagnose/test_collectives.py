@@ -4,7 +4,6 @@ import random
 
 import pytest
 from msgspec.structs import replace
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.diagnose import collectives, wrong_values
 from torchmuster.diagnose.rank_record import (
@@ -105,9 +104,7 @@ def test_a_busy_machine_is_no_reason_for_an_alarm() -> None:
 # ---- wrong values
 
 
-def test_a_device_that_computes_wrongly_is_named_with_its_place(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_device_that_computes_wrongly_is_named_with_its_place() -> None:
     finding = only(
         collectives.judge_collectives(
             ranks(
@@ -123,30 +120,23 @@ def test_a_device_that_computes_wrongly_is_named_with_its_place(
     assert (finding.name, finding.status) == ("wrong-device", Status.FAILURE)
     assert finding.what.startswith("node3, GPU 1 (rank 2) ")
     assert "-i GPU-3bd0-77" in finding.fix
-    assert finding == snapshot
 
 
-def test_a_rank_that_spoils_sums_is_named_though_all_see_them_wrong(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_rank_that_spoils_sums_is_named_though_all_see_them_wrong() -> None:
     finding = only(collectives.judge_collectives(broken_sums()))
     assert finding.name == "wrong-values"
     assert finding.what.startswith("node2, CPU (rank 1): ")
     assert "all-reduce" in finding.what
     assert "3 of 3,000" in finding.evidence
-    assert finding == snapshot
 
 
-def test_a_wrong_value_that_did_not_come_again_is_told_all_the_same(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_wrong_value_that_did_not_come_again_is_told_all_the_same() -> None:
     finding = only(
         collectives.judge_collectives(
             ranks(r1={"operations": (Operation(name="all-reduce", values=WRONG),)})
         )
     )
     assert finding.what.startswith("node2, CPU (rank 1): ")
-    assert finding == snapshot
 
 
 @pytest.mark.parametrize(
@@ -160,6 +150,7 @@ def test_a_wrong_value_that_did_not_come_again_is_told_all_the_same(
         ({(1, 1)}, [(1,)]),
         ({(0, 1), (2, 3)}, [(0, 1), (2, 3)]),
         ({(0, 5), (1, 5), (2, 5), (3, 4)}, [(5,), (3, 4)]),
+        ({(0, 1), (1, 2), (2, 0)}, [(0, 1, 2)]),  # any of them
     ],
 )
 def test_the_fewest_that_explain_what_was_seen_are_blamed(
@@ -177,31 +168,26 @@ def broken_p2p() -> list[RankRecord]:
     )
 
 
-def test_wrong_values_between_two_ask_for_a_second_try(snapshot: SnapshotAssertion) -> None:
+def test_wrong_values_between_two_ask_for_a_second_try() -> None:
     assert wrong_values.second_try(broken_p2p()) == wrong_values.SECOND_TRY
     finding = only(collectives.judge_collectives(broken_p2p()))
     assert finding.name == "wrong-values"
     assert "node2, CPU (rank 1)" in finding.what
-    assert finding == snapshot
 
 
-def test_a_second_try_that_is_right_gives_the_cure(snapshot: SnapshotAssertion) -> None:
+def test_a_second_try_that_is_right_gives_the_cure() -> None:
     finding = only(collectives.judge_collectives(broken_p2p(), ranks()))
     assert finding.status is Status.FAILURE
     assert finding.fix.splitlines()[0] == "export NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0"
     assert "NCCL_P2P_DISABLE=1" in finding.why
-    assert finding == snapshot
 
 
-def test_wrong_sums_of_nccl_are_tried_again_without_nvlink_sharp(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_wrong_sums_of_nccl_are_tried_again_without_nvlink_sharp() -> None:
     assert wrong_values.second_try(broken_sums())["NCCL_NVLS_ENABLE"] == "0"
     assert wrong_values.second_try(broken_sums(backend="gloo")) == {}
     finding = only(collectives.judge_collectives(broken_sums(), ranks()))
     assert (finding.name, finding.status) == ("wrong-values", Status.FAILURE)
     assert finding.fix.splitlines()[0] == "export NCCL_P2P_DISABLE=1 NCCL_NVLS_ENABLE=0"
-    assert finding == snapshot
     finding = only(collectives.judge_collectives(broken_sums(), broken_sums()))
     assert "export" not in finding.fix
     assert "NCCL_NVLS_ENABLE=0" in finding.why
@@ -210,36 +196,33 @@ def test_wrong_sums_of_nccl_are_tried_again_without_nvlink_sharp(
 # ---- hangs and errors
 
 
-def test_a_hang_names_the_rank_that_all_others_wait_for(snapshot: SnapshotAssertion) -> None:
+def test_a_hang_names_the_rank_that_all_others_wait_for() -> None:
     waiting = {"trouble": Trouble(stage="collectives", problem="hangs", ranks=(2,))}
     finding = only(collectives.judge_collectives(ranks(r0=waiting, r1=waiting, r2=waiting)))
     assert (finding.name, finding.status) == ("collective-hangs", Status.FAILURE)
     assert finding.what.startswith("node3, CPU (rank 2) ")
-    assert finding == snapshot
     assert "on node3: " in finding.fix
     assert finding.fix.splitlines()[1].startswith("ps -eo pid,stat")
 
 
-def test_a_rank_that_fell_silent_is_named_and_the_errors_of_the_others_are_its_consequence(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_rank_that_fell_silent_is_named_and_the_errors_of_the_others_are_its_consequence() -> (
+    None
+):
     silent = {"stage": "pairs", "ended": False}
     error = {"trouble": Trouble(stage="pairs", problem="error", text="RuntimeError: closed")}
     finding = only(collectives.judge_collectives(ranks(2, r0=error, r1=silent)))
     assert finding.name == "collective-hangs"
     assert finding.what.startswith("node2, CPU (rank 1) ")
-    assert finding == snapshot
 
 
 # ---- slowness
 
 
-def test_a_slow_machine_is_named_with_its_share(snapshot: SnapshotAssertion) -> None:
+def test_a_slow_machine_is_named_with_its_share() -> None:
     finding = only(collectives.judge_collectives(ranks(4, r3={"matmuls": (matmul(30),)})))
     assert (finding.name, finding.status) == ("slow-device", Status.WARNING)
     assert finding.what.startswith("node4, CPU (rank 3) ")
     assert "20%" in finding.what
-    assert finding == snapshot
 
 
 def test_devices_of_other_models_are_not_compared() -> None:
@@ -247,7 +230,7 @@ def test_devices_of_other_models_are_not_compared() -> None:
     assert collectives.judge_collectives(ranks(2, r1=old)) == []
 
 
-def test_one_slow_device_of_a_machine_is_named_itself(snapshot: SnapshotAssertion) -> None:
+def test_one_slow_device_of_a_machine_is_named_itself() -> None:
     here = {"host": "node1", "device_name": "A100"}
     group = ranks(
         3,
@@ -259,21 +242,19 @@ def test_one_slow_device_of_a_machine_is_named_itself(snapshot: SnapshotAssertio
     assert finding.name == "slow-device"
     assert finding.what.startswith("node1, GPU 1 (rank 1) ")
     assert "40%" in finding.what
-    assert finding == snapshot
 
 
-def test_heat_under_load_is_a_warning_and_a_power_limit_a_note(snapshot: SnapshotAssertion) -> None:
+def test_heat_under_load_is_a_warning_and_a_power_limit_a_note() -> None:
     hot = Health(temperature_c=91, throttled_by=("heat (hardware)",))
     finding = only(collectives.judge_collectives(ranks(r1={"health": hot})))
     assert (finding.name, finding.status) == ("gpu-hot", Status.WARNING)
     assert finding.what.startswith("node2, CPU (rank 1) ")
     assert "heat (hardware)" in finding.what
-    assert finding == snapshot
     capped = Health(throttled_by=("power limit",))
     assert only(collectives.judge_collectives(ranks(r1={"health": capped}))).status is Status.NOTE
 
 
-def test_slow_pairs_of_one_rank_are_one_finding(snapshot: SnapshotAssertion) -> None:
+def test_slow_pairs_of_one_rank_are_one_finding() -> None:
     slow = {"pairs": tuple(pair(peer, megabytes_per_s=11) for peer in (0, 1, 2))}
     others = {
         f"r{one}": {
@@ -287,7 +268,6 @@ def test_slow_pairs_of_one_rank_are_one_finding(snapshot: SnapshotAssertion) -> 
     assert finding.name == "slow-pair"
     assert "node4, CPU (rank 3)" in finding.what
     assert "11 MB/s" in finding.what
-    assert finding == snapshot
 
 
 # ---- the library

@@ -12,7 +12,7 @@ from patience import GIVE_UP_S
 from torchmuster.devices.model import Node
 from torchmuster.diagnose.check import Check, Surroundings, once
 from torchmuster.diagnose.host_checks import run_checks
-from torchmuster.diagnose.machine.all_checks import SUBJECTS, by_subject, load
+from torchmuster.diagnose.machine.all_checks import load
 from torchmuster.finding import Finding, Status
 
 
@@ -96,11 +96,10 @@ def test_devices_that_do_not_answer_are_one_finding(
 # ---- the table of all checks
 
 
-def test_every_subject_has_checks_with_names_of_their_own() -> None:
-    subjects = by_subject()
-    assert list(subjects) == list(SUBJECTS)
-    names = [name for checks in subjects.values() for name in {check.name for check in checks}]
-    assert sorted(names) == sorted(set(names))
+def test_every_check_has_a_name_of_its_own_and_a_question() -> None:
+    names: dict[tuple[str, tuple[str, ...]], str] = {}
     for check in load():
+        assert (check.name, check.systems) not in names
+        names[check.name, check.systems] = check.asks
         assert check.asks.endswith("?"), check.name
         assert check.name == check.name.lower(), check.name

@@ -1,4 +1,4 @@
-"""The program on each machine: JSON lines in, JSON lines out, many questions at a time."""
+"""The program on each machine: JSON lines in, JSON lines out, one question after the other."""
 
 import json
 import os
@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from patience import GIVE_UP_S
 from torchmuster.finding import Status
@@ -40,16 +38,14 @@ def test_it_answers_line_by_line_and_ends_with_its_input() -> None:
     asked = json.dumps({"id": 1, "verb": "dance", "argument": None})
     answers = {one["id"]: one["error"] for one in talk(asked, "not JSON", "[]")}
     assert answers[1]["what"] == "unknown verb 'dance'"
-    assert "examine" in answers[1]["why"]
     assert set(answers) == {1, None}
 
 
-@pytest.mark.alone  # so that no check is late for what else the machine does
 def test_the_machine_is_examined_check_by_check_without_torch(tmp_path: Path) -> None:
     """A torch that cannot be imported does not matter: nobody imports it."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
-    asked = json.dumps({"id": 1, "verb": "examine", "argument": {"folder": str(tmp_path)}})
+    asked = json.dumps({"id": 1, "verb": "examine", "argument": str(tmp_path)})
     (told,) = talk(asked, PYTHONPATH=str(tmp_path))
     findings = told["answer"]
     assert len(findings) > 10

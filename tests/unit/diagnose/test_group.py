@@ -2,19 +2,17 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
-from torchmuster.diagnose import collectives, group, probing, wrong_values
-from torchmuster.diagnose.clocks import clock_findings
+from torchmuster.diagnose import group, probing
 from torchmuster.diagnose.group import GroupCheck
-from torchmuster.diagnose.links.model import End, Link
+from torchmuster.diagnose.links.model import Link, LinkHost, Problem
 from torchmuster.diagnose.rank_record import RankRecord, line_of
 from torchmuster.diagnose.result import GroupResult
 from torchmuster.errors import MusterError
@@ -35,11 +33,11 @@ class Played:
     def __init__(self, place: int) -> None:
         self.place = place
         self.torch: str | None = "2.13.0+cpu"
+        self.clock_offset_s = 0.0
         self.finds = [SMALL, WELL]
         self.refuses: MusterError | None = None  # to give devices
         self.examiner_ends = False
         self.ranks_hang = False
-        self.ranks_stay = False  # after they have told everything
         self.failure: protocol.Failure | None = None
         self.asked: list[protocol.ToAgent] = []
         self._says: asyncio.Queue[protocol.FromAgent | None] = asyncio.Queue()
@@ -52,7 +50,7 @@ class Played:
             torch=self.torch,
             torchmuster="0",
             cores=8,
-            clock_unix_s=0.0,
+            clock_unix_s=time.time() + self.clock_offset_s,
             addresses=(),
         )
         self._says.put_nowait(protocol.Hello(protocol=protocol.PROTOCOL, record=record))
@@ -126,7 +124,7 @@ class Played:
             return [started, ended]
         output = protocol.Output(rank=start.first_rank, text=f"{line_of(record)}\nother words\n")
         ended = protocol.Ended(attempt=start.attempt, good=True)
-        return [started, output] if self.ranks_stay else [started, output, ended]
+        return [started, output, ended]
 
 
 class PlayedTransport:
@@ -196,14 +194,15 @@ class Scene:
         monkeypatch.setattr(group, "survey_links", survey)
 
     def _link(self, source: int, target: int) -> Link:
-        ends = [
-            End(name=f"node{p + 1}", place=p, system="linux", address=f"10.0.0.{p + 1}")
-            for p in (source, target)
-        ]
-        problem = "timeout" if (source, target) in self.blocked else ""
+        ends = []
+        for place in (source, target):
+            ends.append(LinkHost(name=f"node{place + 1}", place=place, system="linux"))
+        problem = Problem.TIMEOUT if (source, target) in self.blocked else Problem.NONE
         return Link(source=ends[0], target=ends[1], problem=problem)
 
-    def play(self, *, quick: bool = False) -> tuple[JobOutcome, GroupResult]:
+    def play(
+        self, *, quick: bool = False, transport: type[PlayedTransport] = PlayedTransport
+    ) -> tuple[JobOutcome, GroupResult]:
         spec = JobSpec(
             name="check",
             command=(probing.PROGRAM,),
@@ -216,7 +215,7 @@ class Scene:
         async def go() -> tuple[JobOutcome, GroupResult]:
             check = GroupCheck(
                 spec,
-                PlayedTransport(self.machines, self.absent),
+                transport(self.machines, self.absent),
                 console,
                 RunFolder(self.folder),
                 quick=quick,
@@ -244,7 +243,7 @@ def test_a_healthy_group_passes_and_all_of_it_is_looked_at(scene: Scene) -> None
     outcome, result = scene.play()
     assert outcome.result is Result.FINISHED
     assert names(result) == []
-    assert [(one.name, one.host, one.ranks) for one in result.machines] == [
+    assert [(one.name, one.record and one.record.host, one.ranks) for one in result.machines] == [
         ("node1", "h0", 1),
         ("node2", "h1", 1),
         ("node3", "h2", 1),
@@ -282,34 +281,33 @@ def test_a_machine_that_does_not_come_is_a_finding_and_the_others_are_checked(
     assert [(one.rank, one.host) for one in result.ranks] == [(0, "node2"), (1, "node3")]
 
 
-def test_where_a_link_is_blocked_ranks_run_only_among_those_who_reach_each_other(
-    scene: Scene, snapshot: SnapshotAssertion
+@pytest.mark.parametrize("blocked", [{(0, 2), (2, 0)}, {(0, 2)}, {(2, 0)}])
+def test_where_a_link_is_blocked_ranks_run_without_one_of_its_ends(
+    blocked: set[tuple[int, int]], scene: Scene
 ) -> None:
-    scene.blocked = {(0, 2), (2, 0)}
+    scene.blocked = blocked
     outcome, result = scene.play()
     assert outcome.result is not Result.FINISHED
     (not_tried,) = result.not_tried
-    assert "node1 and node2; node3)" in not_tried
-    assert not_tried == snapshot
-    starts = [[(s.nodes, s.first_rank) for s in one.of(protocol.Start)] for one in scene.machines]
-    assert starts == [[(2, 0)], [(2, 1)], [(1, 0)]]
+    assert not_tried.startswith("ranks on node")
+    assert len(result.ranks) == 2
     assert any("node1" in one.what and "node3" in one.what for one in result.findings)
 
 
-@pytest.mark.parametrize("blocked", [(1, 2), (2, 1)])
-def test_a_blocked_direction_keeps_machines_apart(blocked: tuple[int, int], scene: Scene) -> None:
-    scene.blocked = {blocked}
-    _, result = scene.play()
-    assert len(result.not_tried) == 1
-
-
-def test_machines_with_another_torch_or_none_are_told_and_not_mixed(scene: Scene) -> None:
-    scene.machines[1].torch = "2.14.0"
+def test_a_machine_without_torch_is_left_out(scene: Scene) -> None:
     scene.machines[2].torch = None
     outcome, result = scene.play()
     assert outcome.result is not Result.FINISHED
-    assert {"torch-version", "torch-missing"} <= set(names(result))
+    assert names(result) == ["torch-missing"]
     assert [len(one.of(protocol.Start)) for one in scene.machines] == [1, 1, 0]
+
+
+def test_different_versions_of_torch_run_no_ranks(scene: Scene) -> None:
+    scene.machines[1].torch = "2.14.0"
+    _, result = scene.play()
+    assert names(result) == ["torch-version"]
+    assert [len(one.of(protocol.Start)) for one in scene.machines] == [0, 0, 0]
+    assert "torch differ" in result.not_tried[0]
 
 
 def test_a_machine_without_free_devices_is_named_and_the_others_run(scene: Scene) -> None:
@@ -320,15 +318,12 @@ def test_a_machine_without_free_devices_is_named_and_the_others_run(scene: Scene
     assert [one.host for one in result.ranks] == ["node1", "node3"]
 
 
-def test_a_machine_that_cannot_be_examined_is_named_with_its_last_words(
-    scene: Scene, snapshot: SnapshotAssertion
-) -> None:
+def test_a_machine_that_cannot_be_examined_is_named_with_its_last_words(scene: Scene) -> None:
     scene.machines[2].examiner_ends = True
     _, result = scene.play()
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
     assert failure.what.startswith("node3 ")
     assert failure.why.endswith("ImportError: psutil")
-    assert failure == snapshot
 
 
 def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +335,7 @@ def test_ranks_that_hang_are_ended_and_named(scene: Scene, monkeypatch: pytest.M
     assert all(one.of(protocol.Stop) for one in scene.machines if one.ranks_hang)
 
 
-def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene, snapshot: SnapshotAssertion) -> None:
+def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene) -> None:
     scene.machines[1].failure = protocol.Failure(
         rank=1, exit_code=1, ago_s=0.0, error="ImportError: libnccl.so.2"
     )
@@ -348,56 +343,9 @@ def test_a_rank_that_fails_is_told_as_in_a_run(scene: Scene, snapshot: SnapshotA
     assert names(result) == ["rank-failed"]
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
     assert failure.what.startswith("rank 1 on node2 ")
-    assert failure == snapshot
 
 
-def test_wrong_values_are_looked_at_again_with_other_variables(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged: list[Any] = []
-
-    def judge(first: Sequence[RankRecord], second: Sequence[RankRecord]) -> list[Finding]:
-        judged.append((first, second))
-        return []
-
-    monkeypatch.setattr(wrong_values, "second_try", lambda _: {"NCCL_P2P_DISABLE": "1"})
-    monkeypatch.setattr(collectives, "judge_collectives", judge)
-    scene.play()
-    environments = [one.environment for one in scene.machines[0].of(protocol.Prepare)]
-    assert [one.get("NCCL_P2P_DISABLE") for one in environments] == [None, None, "1"]
-    assert [one.attempt for one in scene.machines[0].of(protocol.Start)] == [0, 1]
-    ((first, second),) = judged
-    assert len(first) == len(second) == 3
-    assert any("NCCL_P2P_DISABLE=1" in line for line in scene.said)
-
-
-def firewall() -> Finding:
-    return Finding(name="firewall-on", status=Status.WARNING, what="the firewall is on")
-
-
-@pytest.mark.parametrize(("blocked", "told"), [((), False), (((0, 1),), True), (((1, 0),), False)])
-def test_a_firewall_that_lets_everybody_through_is_not_told(
-    blocked: Sequence[tuple[int, int]], told: bool, scene: Scene
-) -> None:
-    scene.machines[1].finds = [firewall()]
-    scene.blocked = set(blocked)
-    assert ("firewall-on" in names(scene.play()[1])) == told
-
-
-def test_a_machine_without_torch_is_told_once_with_what_it_knows_itself(scene: Scene) -> None:
-    scene.machines[1].torch = None
-    missing = Finding(name="torch-missing", status=Status.FAILURE, what="there is no torch")
-    scene.machines[1].finds = [missing]
-    _, result = scene.play()
-    told = [one.what for one in result.findings if one.name == "torch-missing"]
-    assert told == ["node2: there is no torch"]
-    (not_tried,) = result.not_tried
-    assert "node2" in not_tried
-
-
-def test_a_machine_that_has_not_come_in_time_is_a_finding(
-    scene: Scene, snapshot: SnapshotAssertion
-) -> None:
+def test_a_machine_that_has_not_come_in_time_is_a_finding(scene: Scene) -> None:
     scene.absent[1] = None
     scene.join_s = 0.3
     outcome, result = scene.play()
@@ -405,17 +353,25 @@ def test_a_machine_that_has_not_come_in_time_is_a_finding(
     (failure,) = [one for one in result.findings if one.status is Status.FAILURE]
     assert (failure.name, failure.why) == ("host-missing", "ssh is connecting")
     assert failure.what.startswith("node2 ")
-    assert failure == snapshot
     assert len(result.ranks) == 2
 
 
-@pytest.mark.parametrize(
-    ("offset_s", "difference"), [(-60.0, "node2 is 1 min behind"), (90.0, "node2 is 1 min ahead")]
-)
-def test_a_clock_that_differs_is_a_note(offset_s: float, difference: str) -> None:
-    first: Any = SimpleNamespace(name="node1", clock_offset_s=0.1)
-    second: Any = SimpleNamespace(name="node2", clock_offset_s=offset_s)
-    (note,) = clock_findings([first, second])
-    assert (note.name, note.status) == ("clocks", Status.NOTE)
-    assert difference in note.what
-    assert clock_findings([first, first]) == []
+def test_a_clock_that_differs_is_a_note(scene: Scene) -> None:
+    scene.machines[1].clock_offset_s = -60.5
+    _, result = scene.play()
+    (note,) = [one for one in result.findings if one.name == "clocks"]
+    assert note.status is Status.NOTE
+    assert "node2 is 1 min behind" in note.what
+
+
+def test_a_transport_that_fails_is_the_reason_that_hosts_are_given(scene: Scene) -> None:
+    class Fails(PlayedTransport):
+        async def open(self, arrive: Arrive) -> None:
+            await super().open(arrive)
+            raise MusterError("the door is shut")
+
+    with pytest.raises(MusterError, match="the door is shut"):
+        scene.play(transport=Fails)
+    (leave,) = scene.machines[0].of(protocol.Leave)
+    assert leave.exit_code == 1
+    assert "the door is shut" in leave.words

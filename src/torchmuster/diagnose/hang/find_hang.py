@@ -8,14 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from torchmuster.diagnose.hang import report
 from torchmuster.diagnose.hang.host_connection import HostConnection, connected
 from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
 from torchmuster.diagnose.hang.rank_processes import RanksHere
 from torchmuster.diagnose.hang.rank_stacks import RankSnapshot, refuse_untraceable
-from torchmuster.diagnose.unreachable_hosts import why_unreachable
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.transports.ssh import is_this_host
@@ -66,9 +63,6 @@ async def find_hang(request: HangRequest, say: Callable[[str], None]) -> HangRes
     findings = [report.conclusion(watch, seconds)]
     for finding in unreachable:
         findings.append(dataclasses.replace(finding, status=Status.WARNING))
-    note = report.nccl_note(watch, ranks_on)
-    if note is not None:
-        findings.append(note)
     return HangResult(job=job, watch=watch, seconds=seconds, findings=tuple(findings))
 
 
@@ -78,19 +72,19 @@ async def _find_ranks(
     """Return the ranks on each host, and why hosts could not be reached."""
     requests = []
     for connection in connections.values():
-        requests.append(connection.ask("find-ranks", within_s=_CONNECTED_WITHIN_S))
+        requests.append(connection.ask("find-ranks", None, RanksHere, within_s=_CONNECTED_WITHIN_S))
     answers = await asyncio.gather(*requests, return_exceptions=True)
     ranks_on: dict[str, RanksHere] = {}
     unreachable: list[Finding] = []
     for (host, connection), answer in zip(connections.items(), answers, strict=True):
         if not isinstance(answer, BaseException):
-            ranks_on[host] = msgspec.convert(answer, RanksHere)
+            ranks_on[host] = answer
         elif not isinstance(answer, MusterError):
             raise answer
         elif connection.trouble is None:
             raise _impossible(answer)
         else:
-            unreachable.append(await why_unreachable(host, connection.trouble))
+            unreachable.append(connection.trouble)
     return ranks_on, unreachable
 
 
@@ -104,9 +98,13 @@ async def _watch_ranks(
     began_s, has_said = time.monotonic(), False
 
     async def take_snapshots(host: str) -> None:
-        request = msgspec.to_builtins(watch.request_for(host))
-        answer = await connections[host].ask("take-snapshots", request, within_s=_ANSWERED_WITHIN_S)
-        watch.add(host, msgspec.convert(answer, list[RankSnapshot]))
+        snapshots = await connections[host].ask(
+            "take-snapshots",
+            watch.request_for(host),
+            list[RankSnapshot],
+            within_s=_ANSWERED_WITHIN_S,
+        )
+        watch.add(host, snapshots)
 
     while True:
         try:
@@ -127,7 +125,7 @@ def _impossible(error: MusterError) -> Impossible:
 
 
 def _choose_job(
-    names: Sequence[str],
+    wanted: Sequence[str],
     ranks_on: Mapping[str, RanksHere],
     here: str,
     unreachable: Sequence[Finding],
@@ -138,28 +136,20 @@ def _choose_job(
         for process in answer.ranks:
             jobs.setdefault(process.job, []).append(SeenRank(host=host, process=process))
     chosen = dict(jobs)
-    for name in names:
-        named = _jobs_named(name, jobs, here)
-        if not named:
-            if name.isdecimal():
-                refuse_untraceable(int(name))  # its environment cannot be read either
-            raise report.no_such_job(name, jobs)
-        chosen = {job: ranks for job, ranks in chosen.items() if job in named}
-    if not chosen:
-        raise report.no_job(ranks_on, unreachable)
-    if len(chosen) > 1:
-        raise report.several_jobs(chosen)
+    for argument in wanted:
+        for job, ranks in jobs.items():
+            if not _is_named(argument, job, [rank for rank in ranks if rank.host == here]):
+                chosen.pop(job, None)
+        if argument.isdecimal() and not chosen:
+            refuse_untraceable(int(argument))  # its environment cannot be read either
+    if len(chosen) != 1:
+        raise report.not_one_job(wanted, chosen or jobs, ranks_on, unreachable)
     return chosen.popitem()
 
 
-def _jobs_named(name: str, jobs: Mapping[str, Sequence[SeenRank]], here: str) -> set[str]:
-    """Return the jobs whose name begins with ``name``, or which have the process with this id on this host."""
-    named = {job for job in jobs if job.startswith(name)}
-    if not name.isdecimal():
-        return named
-    pid = int(name)
-    for job, ranks in jobs.items():
-        for rank in ranks:
-            if rank.host == here and pid in (rank.process.pid, *rank.process.related):
-                named.add(job)
-    return named
+def _is_named(argument: str, job: str, ranks_here: Sequence[SeenRank]) -> bool:
+    """Return whether an argument is the begin of a job's name, or the id of one of its processes on this host."""
+    if not argument.isdecimal():
+        return job.startswith(argument)
+    pid = int(argument)
+    return any(pid in (rank.process.pid, *rank.process.related) for rank in ranks_here)

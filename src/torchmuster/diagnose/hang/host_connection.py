@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import sys
+import tempfile
 from collections.abc import AsyncIterator
+from typing import IO
 
 from torchmuster.diagnose.probe_client import HOST_PROBE, ProbeClient
 from torchmuster.finding import Finding, Status
@@ -17,62 +19,55 @@ _ERRORS_KEPT = 4000
 class HostConnection(ProbeClient):
     """The probe program of one host; the request is data, the command is always the same."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, python: str) -> None:
-        super().__init__(name, self._write)
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, python: str, errors: IO[bytes]
+    ) -> None:
+        super().__init__(name)
         self._process = process
         self._python = python
-        self._errors = b""
-        self.trouble: Finding | None = None  # why ssh exited, once it has
-        self._reading_errors = asyncio.create_task(self._read_errors())
-        self._listening = asyncio.create_task(self._listen())
+        self._errors = errors
+        self.trouble: Finding | None = None  # why it exited, once it has
 
-    async def _write(self, line: str) -> None:
+    async def send_line(self, line: str) -> None:
+        """Write a line."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{line}\n".encode())
             await self._process.stdin.drain()
 
-    async def _listen(self) -> None:
+    async def receive_line(self) -> str:
+        """Return the next line; raise ``MachineLost`` at the end of the output."""
         assert self._process.stdout is not None
+        line = b""
         with contextlib.suppress(ValueError):  # a line that is too long
-            async for line in self._process.stdout:
-                self.hear(line.decode(errors="replace"))
-        code = await self._process.wait()
-        await asyncio.wait({self._reading_errors}, timeout=_EXIT_WITHIN_S)
-        errors = self._errors.decode(errors="replace")
-        diagnosis = diagnose_ssh(self.name, self._python, code, errors)
+            line = await self._process.stdout.readline()
+        if line:
+            return line.decode(errors="replace")
+        await self.close()
+        self._errors.seek(0)
+        errors = self._errors.read()[-_ERRORS_KEPT:].decode(errors="replace")
+        code = self._process.returncode or 0
+        cause = diagnose_ssh(self.name, self._python, code, errors)
         self.trouble = Finding(
-            name=diagnosis.name,
+            name=cause.name,
             status=Status.FAILURE,
-            what=diagnosis.what,
-            why=diagnosis.why,
-            fix=diagnosis.fix,
-            evidence=diagnosis.evidence,
+            what=cause.what,
+            why=cause.why,
+            fix=cause.fix,
+            evidence=cause.evidence,
         )
-        self.end(f"it exited with code {code}\n{diagnosis.evidence}".strip())
-
-    async def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            self._errors = (self._errors + line)[-_ERRORS_KEPT:]
+        raise self.lost(f"it exited with code {code}\n{cause.evidence}".strip())
 
     async def close(self) -> None:
         """Close the pipe, which makes the program exit."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(_EXIT_WITHIN_S):
-                await self._process.wait()
+            await asyncio.wait_for(self._process.wait(), _EXIT_WITHIN_S)
         except TimeoutError:
-            pass
-        finally:
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
-            self._listening.cancel()
-            self._reading_errors.cancel()
-            await asyncio.gather(self._listening, self._reading_errors, return_exceptions=True)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
 
 
 @contextlib.asynccontextmanager
@@ -84,16 +79,17 @@ async def connected(host: str, python: str) -> AsyncIterator[HostConnection]:
     else:
         require_ssh()
         command = ssh_command(host, program)
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        limit=_LONGEST_LINE,
-        start_new_session=True,  # only muster gets Ctrl-C
-    )
-    connection = HostConnection(host, process, python)
-    try:
-        yield connection
-    finally:
-        await connection.close()
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            limit=_LONGEST_LINE,
+            start_new_session=True,  # only muster gets Ctrl-C
+        )
+        connection = HostConnection(host, process, python, errors)
+        try:
+            yield connection
+        finally:
+            await connection.close()

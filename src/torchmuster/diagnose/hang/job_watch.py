@@ -73,13 +73,7 @@ class SeenRank:
             keeps_reading = self.native_known and same_call and is_idle
             if keeps_reading:  # this snapshot is without native frames
                 snapshot = msgspec.structs.replace(
-                    snapshot,
-                    place=before.place,
-                    doing=before.doing,
-                    phase=before.phase,
-                    waiting=before.waiting,
-                    source=before.source,
-                    workers=before.workers,
+                    before, state=snapshot.state, busy=snapshot.busy, wakeups=snapshot.wakeups
                 )
         if snapshot.waiting and has_run:  # it woke up in a collective
             self.moves += 1

@@ -1,7 +1,6 @@
 """Find the ranks of distributed jobs on this host, by the environment that launchers give them."""
 
 import contextlib
-import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from torchmuster.redaction import printable
 
 # What torchrun sets, and every launcher that imitates it.
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-_RAS_PORT = 28028
 # Starts a rank of `muster run`; its first argument is not the script's.
 _RANK_PROGRAM = "torchmuster/launch/rank/start.py"
 
@@ -41,7 +39,6 @@ class RanksHere(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: tuple[RankProcess, ...]
     unreadable: int = 0
-    nccl_ras: bool = False  # NCCL's own service for questions about a job answers here
 
 
 async def find_ranks(_: Any) -> Any:
@@ -61,14 +58,12 @@ def ranks_here() -> RanksHere:
             why="it finds ranks by the environment of their processes, in /proc",
             fix="run it on the Linux host on which the ranks run",
         )
-    parents: dict[int, int] = {}
     environments: dict[int, Mapping[str, str]] = {}  # of processes that may be ranks
     unreadable = 0
     for pid in psutil.pids():
         process = look_at_process(pid)
         if process is None or process.state in ("X", "Z"):
             continue
-        parents[pid] = process.parent
         try:
             environment = _environment(pid)
         except PermissionError:
@@ -79,16 +74,11 @@ def ranks_here() -> RanksHere:
         if all(environment.get(name) for name in _NEEDED):
             environments[pid] = environment
     ranks = []
-    for pid in _topmost(environments, parents):
-        rank = _rank_process(pid, environments[pid], parents)
+    for pid in _topmost(environments):
+        rank = _rank_process(pid, environments[pid])
         if rank is not None:
             ranks.append(rank)
-    on_gpus = any(rank.uses_gpu for rank in ranks)
-    return RanksHere(
-        ranks=tuple(ranks),
-        unreadable=unreadable,
-        nccl_ras=on_gpus and _answers(_RAS_PORT),
-    )
+    return RanksHere(ranks=tuple(ranks), unreadable=unreadable)
 
 
 def uses_gpu(pid: int) -> bool:
@@ -113,19 +103,15 @@ def _environment(pid: int) -> dict[str, str]:
     return environment
 
 
-def _topmost(
-    environments: Mapping[int, Mapping[str, str]], parents: Mapping[int, int]
-) -> Iterable[int]:
+def _topmost(environments: Mapping[int, Mapping[str, str]]) -> Iterable[int]:
     """Return one process for each rank of each job: the topmost Python process, else the topmost one."""
+    above = {pid: _ancestors(pid) for pid in environments}
     chosen: dict[tuple[str, str], int] = {}
-    for pid in sorted(environments, key=lambda pid: len(_ancestors(pid, parents))):
+    for pid in sorted(environments, key=lambda pid: len(above[pid])):
         environment = environments[pid]
         identity = (_job_name(environment), environment["RANK"])
-        above = chosen.get(identity)
-        is_below_script = (
-            above is not None and not _is_python(above) and above in _ancestors(pid, parents)
-        )
-        if above is None or is_below_script:
+        first = chosen.setdefault(identity, pid)
+        if first in above[pid] and not _is_python(first):  # a script that started the rank
             chosen[identity] = pid
     return chosen.values()
 
@@ -139,14 +125,12 @@ def _job_name(environment: Mapping[str, str]) -> str:
     return name if run in ("", "none") else f"{name}/{run}"
 
 
-def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
+def _ancestors(pid: int) -> list[int]:
     """Return the ancestors of a process, nearest first, without init."""
-    ancestors: list[int] = []
-    parent = parents.get(pid, 0)
-    while parent > 1 and parent not in ancestors:
-        ancestors.append(parent)
-        parent = parents.get(parent, 0)
-    return ancestors
+    try:
+        return [parent.pid for parent in psutil.Process(pid).parents() if parent.pid > 1]
+    except psutil.Error:  # it has exited
+        return []
 
 
 def _is_python(pid: int) -> bool:
@@ -155,13 +139,10 @@ def _is_python(pid: int) -> bool:
     return False
 
 
-def _rank_process(
-    pid: int, environment: Mapping[str, str], parents: Mapping[int, int]
-) -> RankProcess | None:
-    related = _ancestors(pid, parents)
-    related += [other for other in parents if pid in _ancestors(other, parents)]
+def _rank_process(pid: int, environment: Mapping[str, str]) -> RankProcess | None:
     try:
         process = psutil.Process(pid)
+        children = [child.pid for child in process.children(recursive=True)]
         return RankProcess(
             job=_job_name(environment),
             rank=int(environment["RANK"]),
@@ -171,7 +152,7 @@ def _rank_process(
             pid=pid,
             command=printable(_typed_command(process.cmdline())),
             started_unix_s=process.create_time(),
-            related=tuple(related),
+            related=(*_ancestors(pid), *children),
             uses_gpu=uses_gpu(pid),
         )
     except (psutil.Error, OSError, ValueError):  # it has exited, or is no rank
@@ -184,9 +165,3 @@ def _typed_command(arguments: list[str]) -> list[str]:
         if argument.endswith(_RANK_PROGRAM):
             return ["muster", "run", *arguments[index + 2 :]]
     return arguments
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=0.5):
-        return True
-    return False

@@ -265,35 +265,18 @@ def refuse_untraceable(pid: int) -> None:
 
 
 def _untraceable(pid: int) -> Impossible:
-    what = f"the system does not allow reading the stack of process {pid}"
-    try:
+    owner = "another user"
+    with contextlib.suppress(psutil.Error):
         owner = psutil.Process(pid).username()
-        is_mine = psutil.Process(pid).uids().real == os.getuid()
-    except psutil.Error:
-        owner, is_mine = "another user", False
-    is_root = os.geteuid() == 0
-    if not is_mine and not is_root:
-        fix = f"{_WITH_SUDO} {pid}   # or as {owner}, without sudo"
-        return Impossible(what, why=f"it belongs to {owner}", fix=fix)
-    scope = _text_of("/proc/sys/kernel/yama/ptrace_scope")
-    if scope == "3":
-        return Impossible(
-            what,
-            why="kernel.yama.ptrace_scope is 3, which forbids tracing processes until the next boot",
-            fix="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d/ and reboot",
-        )
-    if scope in ("1", "2") and not is_root:
-        fix = f"{_WITH_SUDO} {pid}"
-        if scope == "1":
-            fix = f"sudo sysctl kernel.yama.ptrace_scope=0   # or:\n{fix}"
-        why = f"kernel.yama.ptrace_scope is {scope}: only root may attach to running processes"
-        return Impossible(what, why=why, fix=fix)
+    scope = _text_of("/proc/sys/kernel/yama/ptrace_scope") or "not set"
     return Impossible(
-        what,
-        why="this user lacks the capability SYS_PTRACE here, as in most containers",
-        fix=f"on the host, outside the container: {_WITH_SUDO}\n"
-        "or start the container with: docker run --cap-add SYS_PTRACE …\n"
-        'or in the pod: securityContext: {capabilities: {add: ["SYS_PTRACE"]}}',
+        f"the system does not allow reading the stack of process {pid}",
+        why=f"it belongs to {owner}; kernel.yama.ptrace_scope is {scope}: from 1 on, only root may attach to "
+        "running processes (with 3, nobody); in most containers, root may not either",
+        fix=f"{_WITH_SUDO} {pid}   # or as {owner}\n"
+        "sudo sysctl kernel.yama.ptrace_scope=0   # if it is 1 or 2\n"
+        "docker run --cap-add SYS_PTRACE …   # in a container\n"
+        'securityContext: {capabilities: {add: ["SYS_PTRACE"]}}   # in a pod',
     )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import psutil
 
 from torchmuster.diagnose.hang.job_watch import JobWatch, SeenRank
 from torchmuster.diagnose.hang.rank_processes import RanksHere
@@ -62,19 +61,6 @@ def conclusion(watch: JobWatch, seconds: float) -> Finding:
     )
 
 
-def nccl_note(watch: JobWatch, ranks_on: Mapping[str, RanksHere]) -> Finding | None:
-    """Return where NCCL itself reports about a hang on GPUs: its RAS service."""
-    hosts = [host for host, answer in ranks_on.items() if answer.nccl_ras]
-    if watch.hang is None or not hosts:
-        return None
-    return Finding(
-        name="nccl-ras",
-        status=Status.NOTE,
-        what=f"NCCL's RAS service reports the state of its communicators on {', '.join(hosts)}, port 28028",
-        fix="ncclras -v",
-    )
-
-
 def progress(watch: JobWatch) -> str:
     """Return which ranks stand still, in one line."""
     return f"no progress of {_still_text(watch)}"
@@ -82,23 +68,8 @@ def progress(watch: JobWatch) -> str:
 
 def rank_json(rank: SeenRank) -> dict[str, Any]:
     """Return a rank and what it does, as plain JSON types."""
-    snapshot = rank.snapshot
-    assert snapshot is not None
-    return {
-        "rank": rank.rank,
-        "host": rank.host,
-        "pid": rank.process.pid,
-        "state": snapshot.state,
-        "busy_cpus": snapshot.busy,
-        "moved": rank.moved > 0,
-        "waits_for_ranks": snapshot.waiting,
-        "doing": snapshot.doing,
-        "place": snapshot.place,
-        "phase": snapshot.phase,
-        "source": snapshot.source,
-        "stack": list(snapshot.stack),
-        "workers": msgspec.to_builtins(snapshot.workers),
-    }
+    snapshot: dict[str, Any] = msgspec.to_builtins(rank.snapshot)
+    return {"rank": rank.rank, "host": rank.host, "moved": rank.moved > 0, **snapshot}
 
 
 def _hang_finding(watch: JobWatch, hang: Hang) -> Finding:
@@ -232,11 +203,23 @@ def job_text(ranks: Sequence[SeenRank]) -> str:
     return f"{count} on {hosts}: {command}"
 
 
-def no_job(ranks_on: Mapping[str, RanksHere], unreachable: Sequence[Finding]) -> Impossible:
-    """Return the error if no host has ranks."""
+def not_one_job(
+    wanted: Sequence[str],
+    jobs: Mapping[str, Sequence[SeenRank]],
+    ranks_on: Mapping[str, RanksHere],
+    unreachable: Sequence[Finding],
+) -> Impossible:
+    """Return the error if no job is meant, or several are."""
     if unreachable and not ranks_on:
         first = unreachable[0]
         return Impossible(first.what, why=first.why, fix=first.fix)
+    if jobs:
+        what, why = f"there are {len(jobs)} distributed jobs", "muster hang looks at one at a time"
+        if wanted:
+            what = f"{' '.join(wanted)} names none, or not only one, of {plural(len(jobs), 'job')}"
+            why = "a job is named by MASTER_ADDR:PORT, by the id of a rank, or of a process above or below it"
+        commands = [f"muster hang {job}   # {job_text(ranks)}" for job, ranks in jobs.items()]
+        return Impossible(what, why=why, fix="\n".join(commands))
     why = "no process has RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in its environment"
     fix = "muster hang --hosts …   # if the ranks are on other hosts"
     unreadable = sum(answer.unreadable for answer in ranks_on.values())
@@ -245,31 +228,3 @@ def no_job(ranks_on: Mapping[str, RanksHere], unreachable: Sequence[Finding]) ->
         fix = f'sudo "$(command -v muster)" hang   # reads processes of all users\n{fix}'
     hosts = ", ".join(ranks_on)
     return Impossible(f"there are no ranks of a distributed job on {hosts}", why=why, fix=fix)
-
-
-def no_such_job(name: str, jobs: Mapping[str, Sequence[SeenRank]]) -> Impossible:
-    """Return the error if a process or a name belongs to no job."""
-    fix = _commands(jobs) or "muster hang   # looks for jobs"
-    if not name.isdecimal():
-        return Impossible(f"there is no job {name}", fix=fix)
-    if not psutil.pid_exists(int(name)):
-        what = f"there is no process {name} on this host"
-        return Impossible(what, why="it has exited", fix=fix)
-    return Impossible(
-        f"process {name} belongs to no distributed job",
-        why="neither it nor a process that it started has RANK and WORLD_SIZE in its environment",
-        fix=fix,
-    )
-
-
-def several_jobs(jobs: Mapping[str, Sequence[SeenRank]]) -> Impossible:
-    """Return the error if it is not clear which job is meant."""
-    return Impossible(
-        f"there are {len(jobs)} distributed jobs",
-        why="muster hang looks at one job at a time",
-        fix=_commands(jobs),
-    )
-
-
-def _commands(jobs: Mapping[str, Sequence[SeenRank]]) -> str:
-    return "\n".join(f"muster hang {job}   # {job_text(ranks)}" for job, ranks in jobs.items())

@@ -1,5 +1,4 @@
-"""Measure the links between hosts.
+"""Test and measure the links between hosts.
 
-``survey.py`` runs the measurements and ``judge.py`` turns them into findings. Each host opens ports
-for the others (``serve.py``) and connects to them (``call.py``).
+``survey.py`` runs the tests and ``judge.py`` turns them into findings. ``dial.py`` is what each host does for it.
 """

