@@ -10,23 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 import torchmuster
 from muster_command import Muster
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
-from torchmuster.diagnose.machine.all_checks import SUBJECTS
 
 pytestmark = pytest.mark.slow
-
-# What a machine's administrator decides about, not this test's machine.
-OF_SOFTWARE = ("accelerators", "torch", "packages")
-
-
-def timeless(output: str) -> str:
-    return re.sub(r" in [\d.]+ m?s$", " in TIME", output.rstrip())
 
 
 def first_on_path(folder: Path) -> dict[str, str]:
@@ -43,51 +34,31 @@ def broken_torch(tmp_path: Path) -> dict[str, str]:
     return first_on_path(folder)
 
 
-def test_a_healthy_machine(muster: Muster, snapshot: SnapshotAssertion) -> None:
-    short = muster("doctor", "--only", ",".join(OF_SOFTWARE))
-    assert short.code == 0
-    assert "ready for a run" in short.out.splitlines()[-1]
-    done = muster("doctor", "--all", "--only", ",".join(OF_SOFTWARE))
-    assert done.code == 0, done.out
-    *lines, blank, verdict = done.out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["ok", name] for name in OF_SOFTWARE]
-    assert blank == ""
-    assert timeless(verdict) == snapshot
+def test_a_healthy_machine_is_ready_and_all_shows_what_is_well(muster: Muster) -> None:
+    short, everything = muster("doctor"), muster("doctor", "--all")
+    assert (short.code, short.err) == (everything.code, everything.err) == (0, "")
+    for done in (short, everything):
+        assert done.out.splitlines()[-1].startswith("ready for a run")
+    assert "\nok " not in short.out
+    assert re.search("^ok       torch 2", everything.out, re.MULTILINE)
 
 
-def test_every_subject_has_its_line(muster: Muster) -> None:
-    done = muster("doctor", "--all")
-    shown = {words[1] for line in done.out.splitlines() if len(words := line.split()) > 1}
-    assert set(SUBJECTS) <= shown
-    assert done.err == ""
-
-
-def test_a_failure_is_told_with_its_fix_and_fails_the_command(
-    muster: Muster, machine: Callable[[Scenario], Path], snapshot: SnapshotAssertion
+def test_a_failure_is_shown_with_its_fix_and_fails_the_command(
+    muster: Muster, machine: Callable[[Scenario], Path]
 ) -> None:
     machine(scenarios.driver_mismatch())
-    done = muster("doctor", "--only", "accelerators")
+    done = muster("doctor")
     assert done.code == 1
     assert "         fix  sudo reboot" in done.out
-    assert timeless(done.out) == snapshot
+    assert done.out.splitlines()[-1].startswith("not ready for a run")
 
 
-def test_a_warning_does_not_fail_the_command(muster: Muster, snapshot: SnapshotAssertion) -> None:
-    done = muster("doctor", "--only", "variables", env={"CUDA_LAUNCH_BLOCKING": "1"})
-    assert done.code == 0
-    assert "         fix  unset CUDA_LAUNCH_BLOCKING" in done.out
-    assert timeless(done.out.splitlines()[-1]) == snapshot
-
-
-def test_json(muster: Muster) -> None:
-    done = muster("doctor", "--json", "--only", "torch,variables", env={"RANK": "1"})
+def test_json_and_a_warning_that_does_not_fail_the_command(muster: Muster) -> None:
+    done = muster("doctor", "--json", env={"CUDA_LAUNCH_BLOCKING": "1"})
     answer = json.loads(done.out)
-    assert set(answer) == {"torchmuster", "seconds", "subjects", "findings"}
-    assert answer["subjects"] == {"torch": "ok", "variables": "warning"}
-    (found,) = [one for one in answer["findings"] if one["status"] == "warning"]
-    assert found["subject"] == "variables"
-    assert found["name"] == "left-over-variables"
-    assert found["fix"] == "unset RANK"
+    assert set(answer) == {"torchmuster", "seconds", "findings"}
+    (found,) = [one for one in answer["findings"] if one["name"] == "harmful-variable"]
+    assert (found["status"], found["fix"]) == ("warning", "unset CUDA_LAUNCH_BLOCKING")
     assert done.code == 0
 
 
@@ -104,13 +75,11 @@ def test_an_error_text_is_explained(muster: Muster) -> None:
 # ---- beside a torch that does not work
 
 
-def test_a_broken_torch(
-    muster: Muster, broken_torch: dict[str, str], snapshot: SnapshotAssertion
-) -> None:
-    done = muster("doctor", "--only", "torch,python", "--json", env=broken_torch)
+def test_a_broken_torch(muster: Muster, broken_torch: dict[str, str]) -> None:
+    done = muster("doctor", "--json", env=broken_torch)
     assert (done.code, done.err) == (1, "")
     found = {one["name"]: one for one in json.loads(done.out)["findings"]}
-    assert found["torch-broken"]["why"] == snapshot
+    assert "torch/_C" in found["torch-broken"]["why"]
 
 
 def test_no_torch_at_all(tmp_path: Path) -> None:
