@@ -15,6 +15,8 @@ pytestmark = pytest.mark.nightly
 
 _SCRIPT = """
 import time, torch, torch.distributed as dist
+from torchmuster.launch.history import evidence
+from torchmuster.runfolder import RunFolder
 dist.init_process_group("gloo")
 print("joined", flush=True)
 while True:
@@ -33,9 +35,11 @@ def test_a_stopped_rank_on_another_machine_is_named_and_both_show_what_they_do(
     run.transcript.wait_for("rank 1 on node2 is stopped")
     run.transcript.wait_for("/hang/1")
     (folder,) = tmp_path.glob("runs/*/hang/1")
-    told = json.loads((folder / "hang.json").read_text())["finding"]
-    assert told["name"] == "rank-stopped"
-    assert " T\n" in (folder / "rank-1.stacks.txt").read_text()  # the state of its process
+    (told,) = evidence.read_hangs(RunFolder(folder.parents[1]))
+    assert told.finding.name == "rank-stopped"
+    assert (
+        "process state: T" in (folder / "rank-1.stacks.txt").read_text()
+    )  # the state of its process
     assert "dist.all_reduce(torch.ones(1))" in (folder / "rank-0.stacks.txt").read_text()
     flight = json.loads((folder / "rank-0.flight.json").read_text())
     assert flight["entries"][-1]["profiling_name"] == "gloo:all_reduce"

@@ -88,6 +88,7 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
             ), told
             command.wait_for_more("stacks and collectives of the ranks are in")
             hang = evidence.read_hangs(command.run)[place]
+            assert hang.folder is not None
             assert "in hold" in (hang.folder / "rank-1.stacks.txt").read_text()
             assert (hang.folder / "rank-0.flight.json").exists()
             (command.folder / f"{kind}.over").touch()
@@ -97,13 +98,12 @@ def test_ranks_that_are_asleep_or_stopped_are_named_and_so_is_that_they_go_on(
         found = re.search(r"kill -CONT (\d+)", command.lines[-1])
         assert found, command
         command.wait_for_more("stacks and collectives of the ranks are in")
-        hang = evidence.read_hangs(command.run)[3]
         assert cause(command.run).name == "rank-stopped"
         psutil.Process(int(found[1])).send_signal(signal.SIGCONT)
         assert command.end().code == 0
         account = failure_report_of(copied(command))
     assert [one.name for one in account.findings] == ["run-finished"]
-    told_of = [one.what for one in account.record.timeline()]
+    told_of = [what for _, what in account.record.timeline()]
     assert sum("keeps the others waiting" in what for what in told_of) == 3
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_called_different_collectives_are_named_with_both_places(
             told = told.removeprefix("warning  ").partition(": ")[0]
             assert told == snapshot(name="told")
             (hang,) = evidence.read_hangs(command.run)
-            assert [one.name for one in hang.analysis] == ["collectives-differ"]
+            assert [one.name for one in hang.analyse()] == ["collectives-differ"]
             command.send(signal.SIGINT)
             assert command.end().code == 130
             finding = cause(copied(command))
@@ -182,7 +182,7 @@ def test_deaths_are_explained_from_a_copy_of_the_folder(
             assert re.search(what, finding.what), finding
             assert rank is None or finding.what.startswith(f"rank {rank} on {HOST} failed: ")
             assert fix in finding.fix
-            assert "log: logs/rank-" in finding.evidence
+            assert "/logs/rank-" in finding.evidence
         segfault = evidence.read_failures(
             RunFolder(next((own_machine / "segfault/elsewhere").iterdir()))
         )

@@ -12,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +38,6 @@ _FIELDS = {
     "epoch": "epoch",
 }
 _OWN_FIELDS = {"step", "at_unix_s", "file"}
-# Entries in which scripts save the number of optimizer steps.
-_STEP_ENTRIES = ("global_step", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,8 @@ class Recorder:
         self._turn = threading.Lock()  # between the training and the heartbeat's thread
         self._waiting: list[dict[str, Any]] = []
         self._arriving: deque[_Arriving] = deque()
-        self._counts: dict[int, int] = {}  # steps of each optimizer
+        self._counted = 0  # steps in this process
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # the optimizers of this step
         self._offset = 0  # of a resumed run
         self._optimizer: Any = None
         self._stepped_s: float | None = None
@@ -92,14 +92,9 @@ class Recorder:
         self._times: deque[float] = deque(maxlen=_MOST_STEPS)
 
     @property
-    def _counted(self) -> int:
-        """Number of steps in this process: of several optimizers, the one with the most counts."""
-        return max(self._counts.values(), default=0)
-
-    @property
     def step(self) -> int | None:
         """Number of optimizer steps, including those before a resume if known; None before the first step."""
-        return self._offset + self._counted if self._counts else None
+        return self._offset + self._counted if self._counted else None
 
     @property
     def device(self) -> Any:
@@ -111,11 +106,14 @@ class Recorder:
     # ---- called by the training thread
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """Count a step."""
-        before = self._counted
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        if self._counted == before:
-            return  # another optimizer of the same step
+        """Count a step, unless it is that of another optimizer in the same step of the training."""
+        is_same_step = len(self._stepped) > 0 and optimizer not in self._stepped
+        if not is_same_step:
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        if is_same_step:
+            return
+        self._counted += 1
         now = self._clock()
         with self._turn:
             if self._stepped_s is not None:
@@ -142,15 +140,6 @@ class Recorder:
         self._library_saves = True
         self.resume_at(step)
 
-    def loaded(self, checkpoint: Any) -> None:
-        """Count from the step that a restarted script loads with ``torch.load`` before its first step."""
-        if self._counts or not isinstance(checkpoint, dict):
-            return
-        for name in _STEP_ENTRIES:
-            if isinstance(checkpoint.get(name), int):
-                self.resume_at(checkpoint[name])
-                return
-
     def log(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
         """Record numbers of a step; tensors on a device are read when they are ready, without waiting."""
         if self._path is None:
@@ -158,7 +147,7 @@ class Recorder:
         with contextlib.suppress(Exception):  # a device that cannot copy must not stop the script
             while self._arriving and self._arriving[0].event.query():
                 self._push(self._arriving.popleft().whole())
-            if step is not None and self._counts:
+            if step is not None and self._counted:
                 self.resume_at(int(step))
             line = self._line()
             if step is not None:

@@ -79,13 +79,7 @@ def _watch_saves(torch: ModuleType, recorder: Recorder) -> None:
     def renamed(call: Call) -> None:
         recorder.renamed(os.fspath(call.arguments["src"]), os.fspath(call.arguments["dst"]))
 
-    def loaded(call: Call) -> None:
-        recorder.loaded(call.result)
-
     wrap(torch, "save", after=saved)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        # At the first start, a script loads the weights of other runs too.
-        wrap(torch, "load", after=loaded)
     for name in ("replace", "rename"):
         wrap(os, name, after=renamed)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.launch.history.resume import plan_resume, with_arguments
+from torchmuster.launch.history.resume import plan_resume
 from torchmuster.launch.history.script_checkpoints import SAVES
 from torchmuster.launch.job import JobSpec
 from torchmuster.prove import ranks as rank_processes
@@ -158,7 +158,7 @@ class Trials:
         records.mkdir(parents=True)
         request = replace(
             self._trial,
-            command=(command[0], *with_arguments(command[1:], arguments)),
+            command=(*command, *arguments),
             folder=str(folder),
             into=str(records),
             **changes,

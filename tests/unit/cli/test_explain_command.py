@@ -278,7 +278,7 @@ def test_how_a_script_resumes(run: RunFolder, explained: Explain, tmp_path: Path
     assert list(findings) == ["rank-failed", "checkpoint-to-resume"]
     told = findings["checkpoint-to-resume"]
     older = tmp_path / "checkpoints" / "step=10.ckpt"
-    assert f'trainer.fit(model, ckpt_path="{older}")' in told["fix"]
+    assert f"muster run train.py --lr 1 --ckpt_path {older}\n" in told["fix"]
     assert f"not used: {path} is torn: " in told["why"]
     said = json.loads(explained("--json"))
     assert [(one["step"], one["state"]) for one in said["checkpoints"]] == [

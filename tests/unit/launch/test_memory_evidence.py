@@ -74,18 +74,6 @@ def test_a_kill_that_the_cgroup_counted_is_explained_with_peak_and_limit(
 
 
 @LINUX
-def test_what_the_ranks_used_together_is_told_when_one_alone_does_not_explain_it(
-    version_2: Path, snapshot: SnapshotAssertion
-) -> None:
-    watch = begin(version_2)
-    seen = peaks(version_2, **{f"p{pid}": 16 * 2**20 for pid in range(500, 508)})
-    set_kills(version_2, 3)
-    told = watch.explain(500, -9, seen)
-    assert told.startswith(KERNEL_KILLED_IT)
-    assert told == snapshot
-
-
-@LINUX
 def test_kills_of_before_and_kills_of_a_neighbour_explain_nothing(
     version_2: Path, snapshot: SnapshotAssertion
 ) -> None:
@@ -106,24 +94,6 @@ def test_a_worker_that_the_kernel_killed_is_evidence_for_its_rank(
     set_kills(version_2, 3)
     assert watch.explain(500, 1, MemoryPeaks()) == snapshot
     assert watch.explain(500, -15, MemoryPeaks()) == ""
-
-
-def test_the_peak_of_a_process_outlives_it() -> None:
-    program = "data = bytearray(64 * 2**20); del data; print(flush=True); input()"
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        seen = MemoryPeaks()
-        assert seen.of(child.pid) is None
-        seen.sample([child.pid, os.getpid()])
-        child.communicate(b"\n")
-    seen.sample([child.pid])
-    peak = seen.of(child.pid)
-    assert peak is not None
-    if sys.platform == "linux":  # elsewhere only the present size is known
-        assert 64 * MiB < peak < 512 * MiB
-    assert seen.together_bytes > (psutil.Process().memory_info().rss // 2)
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from script_checkpoints import accelerate_folder, cut, record, torch_file, trainer_folder
 from torchmuster.finding import Finding
 from torchmuster.launch.history import resume, run_state
-from torchmuster.launch.history.resume import plan_resume, with_arguments
+from torchmuster.launch.history.resume import plan_resume
 from torchmuster.launch.history.script_checkpoints import (
     newest_usable,
     read_script_checkpoints,
@@ -170,24 +169,6 @@ def test_a_restart_sets_the_flag_of_a_library_if_the_command_has_it(
     assert plan.on_restart() == expected
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "expected"),
-    [
-        (["t.py", "--a", "1"], [FLAG, "/p"], ["t.py", "--a", "1", FLAG, "/p"]),
-        (["t.py", FLAG, "/old", "--a", "1"], [FLAG, "/p"], ["t.py", "--a", "1", FLAG, "/p"]),
-        (["t.py", f"{FLAG}=/old", "--a"], [FLAG, "/p"], ["t.py", "--a", FLAG, "/p"]),
-        (["t.py", FLAG, "/old"], [f"{FLAG}=/p"], ["t.py", f"{FLAG}=/p"]),
-        (["t.py", "--resume", "x"], ["--resume"], ["t.py", "x", "--resume"]),
-        (["t.py", FLAG, "--a", "1"], [FLAG, "/p"], ["t.py", "--a", "1", FLAG, "/p"]),
-        (["t.py", "a"], ["resume", "/p"], ["t.py", "a", "resume", "/p"]),
-    ],
-)
-def test_an_earlier_option_is_replaced(
-    command: list[str], arguments: list[str], expected: list[str]
-) -> None:
-    assert list(with_arguments(command, arguments)) == expected
-
-
 def test_what_the_user_told_is_used_whatever_the_library(run: RunFolder, tmp_path: Path) -> None:
     told = job(tmp_path, "--lr", "1", resume_with="--from '{path}' --strict")
     assert plan_resume(told, run.metrics).on_restart() == ()  # nothing to resume from yet
@@ -213,45 +194,30 @@ def told(run: RunFolder, spec: JobSpec) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("library", "arguments"),
+    ("library", "arguments", "flag"),
     [
-        ("transformers", ["--output_dir", "my out", "--hub_token", "hf_abcdefghijklmnopqrst"]),
-        ("transformers", [FLAG, "last"]),
-        ("lightning", ["fit"]),
-        ("accelerate", ["--lr", "1"]),
-        ("torch.save", []),
+        ("transformers", ["--output_dir", "my out"], "--resume_from_checkpoint"),
+        ("transformers", [FLAG, "last"], "--resume_from_checkpoint"),
+        ("lightning", ["fit"], "--ckpt_path"),
+        ("torch.save", [], None),
     ],
 )
-def test_what_is_said_after_a_failure(
-    run: RunFolder,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    snapshot: SnapshotAssertion,
-    library: str,
-    arguments: list[str],
+def test_the_command_that_resumes_can_be_pasted_also_from_a_run_s_record(
+    run: RunFolder, tmp_path: Path, library: str, arguments: list[str], flag: str | None
 ) -> None:
-    monkeypatch.setattr("time.time", lambda: 1e9 + 200)
     path = add(run, tmp_path, 1040, library)
     spec = job(tmp_path, *arguments)
-    finding = told(run, spec)
-    assert finding.name == "checkpoint-to-resume"
-    assert str(path) in finding.fix
-    assert finding == snapshot
-    assert resume.restart_text(plan_resume(spec, run.metrics)) == snapshot(name="restart")
-
-
-def test_a_run_s_record_gives_the_same_command(run: RunFolder, tmp_path: Path) -> None:
-    path = add(run, tmp_path, 10, "transformers")
-    spec = job(tmp_path, "--output_dir", "out")
     run_state.write_job(run, spec)
     recorded = run_state.read_job(run)
     assert recorded is not None
-    command = resume.resume_command(recorded, plan_resume(recorded, run.metrics))
-    assert command == resume.resume_command(spec, plan_resume(spec, run.metrics))
-    assert shlex.split(command) == [
-        *("muster", "run", "--device", "cpu", "--ranks", "2", "train.py", "--output_dir", "out"),
-        *("--resume_from_checkpoint", str(path)),
-    ]
+    finding = resume.resume_finding(recorded, plan_resume(recorded, run.metrics))
+    assert finding == told(run, spec)
+    assert finding is not None
+    assert finding.name == "checkpoint-to-resume"
+    (command,) = [line for line in finding.fix.splitlines() if line.startswith("muster ")]
+    typed = ["muster", "run", "--device", "cpu", "--ranks", "2", "train.py", *arguments]
+    assert shlex.split(command) == (typed if flag is None else [*typed, flag, str(path)])
+    assert str(path) in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -262,19 +228,18 @@ def test_a_run_s_record_gives_the_same_command(run: RunFolder, tmp_path: Path) -
     ],
 )
 def test_modules_and_scripts_with_other_names(
-    tmp_path: Path, command: tuple[str, ...], module: bool, typed: str
+    run: RunFolder, tmp_path: Path, command: tuple[str, ...], module: bool, typed: str
 ) -> None:
-    spec = JobSpec(name="x", command=command, module=module, folder=str(tmp_path))
-    plan = resume.ResumePlan(arguments=("--go",), is_certain=True)
-    assert resume.resume_command(spec, plan) == f"muster run {typed}"
+    add(run, tmp_path, 10, "torch.save")
+    spec = JobSpec(
+        name="x", command=command, module=module, folder=str(tmp_path), resume_with=("--go",)
+    )
+    assert told(run, spec).fix == f"muster run {typed}"
 
 
-def test_a_run_without_a_complete_checkpoint(
-    run: RunFolder, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_a_run_without_a_complete_checkpoint(run: RunFolder, tmp_path: Path) -> None:
     spec = job(tmp_path)
     assert resume.resume_finding(spec, plan_resume(spec, run.metrics)) is None
     cut(add(run, tmp_path, 10, "torch.save"))
     finding = told(run, spec)
     assert finding.name == "no-complete-checkpoint"
-    assert finding == snapshot

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import socket
 from pathlib import Path
 
 import msgspec
@@ -233,7 +232,6 @@ def test_what_an_agent_writes_is_read(watched: Watched) -> None:
     node_records.write_node_ranks(watched.run, host="b", attempt=0, heartbeats=(heartbeat,))
     (found,) = node_records.read_node_ranks(watched.run, now_unix_s=0.0)
     assert (found.host, found.ranks) == ("b", (heartbeat,))
-    own = socket.gethostname()
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, of_host="b") == [found]
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, of_host="another") == []
 

@@ -19,11 +19,8 @@ from torchmuster.launch.hangs.observation import Hang, HangKind, Observation, pr
 STOPPED_AFTER_S = 3.0
 DIFFERENT_AFTER_S = 5.0
 EXITED_AFTER_S = 5.0
-# A rank does something else, without using its CPU. Longer during the first collectives, when connections and caches
-# are new.
-IDLE_AFTER_S = 12.0
-IDLE_AT_FIRST_AFTER_S = 20.0
-_FIRST_COLLECTIVES = 8
+# A rank does something else, without using its CPU.
+IDLE_AFTER_S = 20.0
 # A rank computes, or all ranks wait in the same collective.
 BUSY_AFTER_S = 60.0
 # The waiting ranks compute too, so they may have other work to do; or their collectives are not visible.
@@ -68,7 +65,7 @@ def find_hang(
     if not waiting:
         return None
     if absent:
-        return _missing_rank(ranks, absent, waiting, now_s)
+        return _missing_rank(absent, waiting, now_s)
     if stopped or not are_all:
         return None
     if world_size_from_stacks is not None:
@@ -141,7 +138,6 @@ def _different_calls(ranks: Sequence[Observation]) -> list[Observation]:
 
 
 def _missing_rank(
-    ranks: Sequence[Observation],
     absent: Sequence[Observation],
     waiting: Sequence[Observation],
     now_s: float,
@@ -161,7 +157,7 @@ def _missing_rank(
             idle.append(rank)
     if exited and waited_s >= max(at_least_s, EXITED_AFTER_S):
         return _hang(HangKind.EXITED, exited, waiting, waited_s, now_s)
-    patience_s = max(at_least_s, _patience_with_idle_ranks_s(ranks))
+    patience_s = max(at_least_s, IDLE_AFTER_S)
     if waited_s < BUSY_AFTER_S:
         # A rank that moved recently may still arrive; but this has a limit.
         idle = [rank for rank in idle if now_s - rank.still_since_s >= patience_s]
@@ -185,17 +181,6 @@ def _members(absent: Sequence[Observation], waiting: Sequence[Observation]) -> l
     if DEFAULT_GROUP in groups:
         return list(absent)
     return [rank for rank in absent if not rank.groups or rank.groups & groups]
-
-
-def _patience_with_idle_ranks_s(ranks: Sequence[Observation]) -> float:
-    """Return for how long ranks wait for an idle one: longer during the first collectives."""
-    begun, moves = 0, 0
-    for rank in ranks:
-        begun = max([begun, *rank.heartbeat.begun.values()])
-        moves = max(moves, rank.heartbeat.moves)
-    knows_numbers = any(rank.heartbeat.begun for rank in ranks)
-    collectives = begun if knows_numbers else moves
-    return IDLE_AT_FIRST_AFTER_S if collectives <= _FIRST_COLLECTIVES else IDLE_AFTER_S
 
 
 def _all_wait(ranks: Sequence[Observation], now_s: float) -> Hang | None:

@@ -1,6 +1,6 @@
 """Texts about a hang: which rank, doing what, where, for how long, who waits, and how to fix it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
@@ -17,7 +17,6 @@ NAMES: Mapping[HangKind, str] = {
 }
 # Findings about ranks that others wait for, which may never come.
 KEEPS_WAITING = (NAMES[HangKind.EXITED], NAMES[HangKind.ELSEWHERE])
-_RANKS_SHOWN = 8
 _GROUPS_SHOWN = 3
 _WHY_ORDER = (
     "collectives are matched per group, in the order in which each rank calls them: one rank called something that others "
@@ -43,7 +42,6 @@ def hang_finding(
         what=what,
         why=why,
         fix=fix,
-        evidence=_evidence(hang, devices),
     )
 
 
@@ -213,18 +211,3 @@ def _call(rank: Observation) -> str:
     if not pending or not pending[0].shapes:
         return _operation(rank)
     return f"{_operation(rank)} of " + f"{pending[0].dtype} {pending[0].shapes}".strip()
-
-
-def _evidence(hang: Hang, devices: Mapping[int, str]) -> str:
-    """Return a line for each rank, the ranks that cause the hang first."""
-    ranks: Sequence[Observation] = list(
-        {rank.rank: rank for rank in (*hang.culprits, *hang.waiting)}.values()
-    )
-    lines = []
-    for rank in ranks[:_RANKS_SHOWN]:
-        doing = rank.heartbeat.doing or "its own code"
-        still = hang.duration(hang.now_s - rank.still_since_s)
-        lines.append(f"{_name(rank, devices)}: {doing} for {still}{_where(rank)}")
-    if len(ranks) > _RANKS_SHOWN:
-        lines.append(f"… and {len(ranks) - _RANKS_SHOWN} more")
-    return "\n".join(lines)

@@ -58,18 +58,6 @@ EXITS: dict[int, KnownExit] = {
         why="native code accessed invalid memory: a broken or mismatched extension",
         fix="the stack trace in its log names the library; reinstall it for this torch and Python",
     ),
-    -4: KnownExit(
-        name="rank-crashed",
-        words="illegal instruction (SIGILL)",
-        why="a library was built for a newer processor than {host} has",
-        fix="install builds for this processor on {host}",
-    ),
-    -8: KnownExit(
-        name="rank-crashed",
-        words="arithmetic fault (SIGFPE)",
-        why="native code divided an integer by zero",
-        fix="the stack trace in its log names the library",
-    ),
     -15: KnownExit(
         name="rank-terminated",
         words="terminated (SIGTERM)",
@@ -93,12 +81,6 @@ EXITS: dict[int, KnownExit] = {
         why="a scheduler sends this signal as a warning, and the script has no handler for it",
         fix="signal.signal(signal.SIGUSR2, …) in the script, and save a checkpoint there",
     ),
-    -24: KnownExit(
-        name="rank-terminated",
-        words="terminated by SIGXCPU",
-        why="it reached its CPU time limit (ulimit -t)",
-        fix="raise the limit on {host}: ulimit -t unlimited",
-    ),
     0: KnownExit(
         words="exited early, with exit code 0",
         why="it finished while other ranks still needed it",
@@ -113,11 +95,6 @@ EXITS: dict[int, KnownExit] = {
         words="exit code 2",
         why="the script rejected its arguments (argparse exits with 2)",
         fix="compare the arguments after the script's name with its help: python SCRIPT --help",
-    ),
-    126: KnownExit(
-        words="exit code 126: not executable",
-        why="a program was found on {host}, but is not executable",
-        fix="chmod +x it on {host}, or check whether its disk is mounted noexec",
     ),
     127: KnownExit(
         words="exit code 127: command not found",

@@ -1,12 +1,11 @@
 """How to resume a script: from which checkpoint, with which arguments, and the messages about it.
 
-A script that torchmuster did not write resumes in its own way. A restart adds the arguments of ``--resume-with``, or replaces
-the value of the flag that the scripts of its library have by convention, if the user's command has it. Otherwise the failure
-report prints what to do.
+A script that torchmuster did not write resumes in its own way. A restart adds the arguments of ``--resume-with``, or the flag
+that the scripts of its library have by convention, if the user's command has it: of a flag that is given twice, scripts take
+the last value. Otherwise the failure report prints the command.
 """
 
 import itertools
-import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -26,19 +25,11 @@ from torchmuster.redaction import printable, redact_command
 from torchmuster.units import format_bytes, format_seconds
 
 PATH = "{path}"
-# The flag that a library's scripts have by convention, and the line of Python without a flag.
+# The flag that a library's scripts have by convention.
 _FLAGS = {
     "transformers": "--resume_from_checkpoint",
     "accelerate": "--resume_from_checkpoint",
     "lightning": "--ckpt_path",
-}
-_LINES = {
-    "transformers": "trainer.train(resume_from_checkpoint={path})",
-    "accelerate": "accelerator.load_state({path})",
-    "lightning": "trainer.fit(model, ckpt_path={path})",
-    "deepspeed": "engine.load_checkpoint(*os.path.split({path}))",
-    "DCP": "torch.distributed.checkpoint.load(state_dict, checkpoint_id={path})",
-    "torch.save": "torch.load({path})",
 }
 
 
@@ -94,39 +85,7 @@ def _passes_value(arguments: Sequence[str], flag: str) -> bool:
     return False
 
 
-def with_arguments(command: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return a command with arguments at its end, replacing options that it already has."""
-    takes_value: dict[str, bool] = {}  # by option
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
-        option, equals, _ = argument.partition("=")
-        if option.startswith("--"):
-            takes_value[option] = bool(equals) or not following.startswith("-")
-    result: list[str] = []
-    replaced = ""  # the replaced option before this argument
-    for argument in command:
-        is_value = takes_value.get(replaced, False) and not argument.startswith("-")
-        option = argument.partition("=")[0]
-        replaced = option if option in takes_value else ""
-        if not replaced and not is_value:
-            result.append(argument)
-    return (*result, *arguments)
-
-
 # ---- texts
-
-
-def resume_command(job: JobSpec | RunJob, plan: ResumePlan) -> str:
-    """Return the command that resumes the script, for a shell; "" if its arguments are not known."""
-    return _typed(job, with_arguments(job.command, plan.arguments)) if plan.arguments else ""
-
-
-def _typed(job: JobSpec | RunJob, command: Sequence[str]) -> str:
-    typed = ["muster", job.typed[0], *job.flags]
-    if job.module:
-        typed.append("-m")
-    elif not command[0].endswith(".py"):
-        typed.append("--")
-    return shlex.join(redact_command([*typed, *command]))
 
 
 def resume_finding(job: JobSpec | RunJob, plan: ResumePlan) -> Finding | None:
@@ -153,7 +112,7 @@ def resume_finding(job: JobSpec | RunJob, plan: ResumePlan) -> Finding | None:
         status=Status.NOTE,
         what=what,
         why="\n".join(why),
-        fix="\n".join(_steps_to_resume(job, plan, newest)),
+        fix="\n".join(_how_to_resume(job, plan, newest)),
     )
 
 
@@ -171,22 +130,25 @@ def _unusable_lines(plan: ResumePlan) -> list[str]:
     return [f"not used: {path} is {condition}" for path, condition in plan.unusable]
 
 
-def _steps_to_resume(
+def _how_to_resume(
     job: JobSpec | RunJob, plan: ResumePlan, newest: ScriptCheckpoint
 ) -> Iterator[str]:
-    command = resume_command(job, plan)
-    if command:
-        yield command
-    if plan.is_certain:
-        return
-    path = json.dumps(newest.path, ensure_ascii=False)
-    line = _LINES.get(newest.library, "{path}").format(path=path)
+    """Return the command that resumes the script, to be pasted, and what the script must do if that is not known."""
     script = printable(job.command[:1])
-    if command:
-        yield f"# {script} must pass the path on: {line}"
-        return
-    yield f"{line}   # in {script}; then run it again:"
-    yield _typed(job, job.command)
+    if not plan.arguments:
+        yield f"load {newest.path} in {script}, then:"
+    yield _typed(job, [*job.command, *plan.arguments])
+    if plan.arguments and not plan.is_certain:
+        yield f"# {script} must take {plan.arguments[0]}; a restart adds it with --resume-with"
+
+
+def _typed(job: JobSpec | RunJob, command: Sequence[str]) -> str:
+    typed = ["muster", job.typed[0], *job.flags]
+    if job.module:
+        typed.append("-m")
+    elif not command[0].endswith(".py"):
+        typed.append("--")
+    return shlex.join(redact_command([*typed, *command]))
 
 
 def restart_text(plan: ResumePlan) -> str:
@@ -195,9 +157,9 @@ def restart_text(plan: ResumePlan) -> str:
     arguments = plan.on_restart()
     if arguments:
         lines.append(f"added to the script's arguments: {printable(arguments)}")
-        return "\n".join(lines)
-    line = "the script starts from step 0, unless it resumes by itself"
-    if plan.checkpoint is not None:
-        flag = _FLAGS.get(plan.checkpoint.library, "--FLAG")
-        line += f"; if it has a flag to resume, pass it with --resume-with '{flag} {PATH}'"
-    return "\n".join([*lines, line])
+    else:
+        lines.append(
+            "the script starts from step 0, unless it resumes by itself; "
+            f"if it has a flag to resume, pass it with --resume-with '--FLAG {PATH}'"
+        )
+    return "\n".join(lines)

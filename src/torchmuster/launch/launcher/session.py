@@ -132,13 +132,11 @@ class Session:
         """
         if plan is None and self.command == self.spec.command:
             return False
-        from torchmuster.launch.history.resume import with_arguments
-
         resumes = plan is not None and (again or plan.checkpoint is not None)
         arguments = plan.on_restart() if plan is not None and resumes else ()
         newest = plan.checkpoint if plan is not None and arguments else None
         self.first_step = newest.step if newest is not None else 0
-        before, self.command = self.command, with_arguments(self.spec.command, arguments)
+        before, self.command = self.command, (*self.spec.command, *arguments)
         # With arguments also if nothing changed: the last preparation may have been interrupted.
         return self.command != before or bool(arguments)
 

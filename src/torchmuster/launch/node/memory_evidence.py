@@ -5,7 +5,6 @@ group (cgroup) of the process. The memory use of a process is lost when it exits
 """
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ KERNEL_KILLED_IT = "the kernel killed it: out of memory"
 
 _KILLED = (-9, 137)  # as Python and as shells report SIGKILL
 _PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB", re.MULTILINE)
-_NOW = re.compile(rb"^VmRSS:\s*(\d+) kB", re.MULTILINE)
 
 
 class MemoryPeaks:
@@ -29,36 +27,25 @@ class MemoryPeaks:
     def __init__(self, proc_root: Path = PROC) -> None:
         self._proc_root = proc_root
         self._peaks: dict[int, int] = {}
-        self.together_bytes = 0  # peak of their sum
 
     def sample(self, pids: Iterable[int]) -> None:
         """Sample these processes now; those that have exited keep their peak."""
-        together = 0
         for pid in pids:
-            peak, now = self._peak_and_current(pid)
-            self._peaks[pid] = max(peak, self._peaks.get(pid, 0))
-            together += now
-        self.together_bytes = max(self.together_bytes, together)
+            self._peaks[pid] = max(self._peak(pid), self._peaks.get(pid, 0))
 
     def of(self, pid: int) -> int | None:
         """Return the peak memory of a process; None if it was never sampled."""
         return self._peaks.get(pid) or None
 
-    def _peak_and_current(self, pid: int) -> tuple[int, int]:
-        """Return peak and current memory; 0 for a process that has exited."""
-        if sys.platform != "linux":
-            try:
-                resident = int(psutil.Process(pid).memory_info().rss)
-            except (psutil.Error, OSError):
-                return 0, 0
-            return resident, resident
+    def _peak(self, pid: int) -> int:
+        """Return the peak memory so far; 0 for a process that has exited, and off Linux."""
         try:
             # Far cheaper than psutil, and it has the true peak, not only the sampled one.
             status = (self._proc_root / str(pid) / "status").read_bytes()
         except OSError:
-            return 0, 0
-        peak, now = _PEAK.search(status), _NOW.search(status)  # a zombie has neither
-        return (int(peak[1]) * KiB if peak else 0), (int(now[1]) * KiB if now else 0)
+            return 0
+        peak = _PEAK.search(status)  # a zombie has none
+        return int(peak[1]) * KiB if peak else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +80,6 @@ class MemoryWatch:
             return "; ".join(filter(None, ["" if self.kills is None else not_killed, used]))
         if not peak:
             return f"{KERNEL_KILLED_IT}; the limit is {self._room()}"
-        if peaks.together_bytes > 1.1 * peak:
-            used += f" ({format_bytes(peaks.together_bytes)} with the other ranks)"
         return f"{KERNEL_KILLED_IT}; {used} of {self._room()}"
 
     def _room(self) -> str:

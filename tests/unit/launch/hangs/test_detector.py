@@ -1,15 +1,14 @@
 """Who keeps whom waiting: judged from made-up heartbeats, second by second; healthy runs raise no alarm."""
 
+import re
 from collections.abc import Callable, Iterable
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
 from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
-from torchmuster.launch.hangs.observation import Hang
 
 HOSTS = ("a", "a", "b", "b")
 
@@ -72,9 +71,7 @@ def only(said: Iterable[tuple[float, Finding]]) -> tuple[float, Finding]:
     return told
 
 
-def test_a_rank_asleep_in_the_loader_is_named_with_host_device_place_step_and_who_waits(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_rank_asleep_in_the_loader_is_named_with_host_device_place_step_and_who_waits() -> None:
     ranks = Ranks(4, devices={3: "GPU 1"})
     facts = {
         "doing": "DataLoader.__next__",
@@ -82,72 +79,15 @@ def test_a_rank_asleep_in_the_loader_is_named_with_host_device_place_step_and_wh
         "phase": "loading data",
         "step": 120,
     }
-    at_s, told = only(ranks.live(20, one_against_all(3, facts)))
-    assert 12 <= at_s <= 16
+    at_s, told = only(ranks.live(26, one_against_all(3, facts)))
+    assert 20 <= at_s <= 24
     assert (told.name, told.status) == ("rank-elsewhere", Status.WARNING)
-    assert told.what.startswith("rank 3 on b (GPU 1) ")
-    assert told.as_json() == snapshot
-
-
-@pytest.mark.parametrize(
-    ("name", "facts", "within_s", "fix"),
-    [
-        pytest.param("rank-elsewhere", ASLEEP, 16, "train.py:88 in step", id="asleep"),
-        pytest.param("rank-elsewhere", {"doing": ""}, 16, "train.py:20", id="own code"),
-        pytest.param("rank-stopped", {"state": "T"}, 8, "kill -CONT 101", id="stopped"),
-        pytest.param("rank-elsewhere", {"state": "D"}, 20, "cat /proc/101/stack", id="disk"),
-        pytest.param(
-            "rank-elsewhere",
-            {"silent_s": 9.0, "doing": "tokenize"},
-            16,
-            "stacks",
-            id="native code",
-        ),
-    ],
-)
-def test_each_way_of_standing_still_has_its_words(
-    name: str, facts: dict[str, object], within_s: float, fix: str, snapshot: SnapshotAssertion
-) -> None:
-    _, told = only(Ranks().live(within_s, one_against_all(1, facts)))
-    assert told.name == name
-    assert told.what.startswith("rank 1 on a ")
-    assert fix in told.fix
-    assert told.as_json() == snapshot
-
-
-def test_a_rank_that_has_ended_keeps_the_others_waiting(snapshot: SnapshotAssertion) -> None:
-    ranks = Ranks()
-    assert ranks.live(4, lambda _: WAITING | {"waits": (), "moves": 1}) == []
-    _, told = only(ranks.live(10, one_against_all(1, {"state": "X"})))
-    assert told.name == "rank-exited"
-    assert told.what.startswith("rank 1 on a ")
-    assert told.as_json() == snapshot
-
-
-def test_a_rank_that_spins_on_a_gpu_s_result_waits_if_somebody_has_not_come(
-    snapshot: SnapshotAssertion,
-) -> None:
-    """It keeps a processor busy, and is in no function that waits for others."""
-    spins: dict[str, object] = {"doing": "loss.item", "busy": 1.0, "state": "R"}
-    ahead = spins | {"waits": (called(),), "begun": {"0": 41}}
-    _, told = only(Ranks().live(16, lambda rank: ASLEEP if rank else ahead))
-    assert told.name == "rank-elsewhere"
-    assert told.what.startswith("rank 1 on a ")
-    assert told.what == snapshot
-    ranks = Ranks()
-    assert ranks.live(298, lambda rank: spins if rank else ahead) == []
-    _, told = only(ranks.live(10, lambda rank: spins if rank else ahead))
-    assert told.name == "rank-elsewhere"
-    assert told.what.startswith("rank 1 on a ")
-    assert told.what == snapshot
-    assert Ranks().live(400, lambda rank: spins | {"begun": {"0": 41}} if rank else ahead) == []
-
-
-def test_ranks_that_spin_in_different_collectives_are_told_too() -> None:
-    calls = [called("all_reduce"), called("barrier", shapes="")]
-    spins: dict[str, object] = {"doing": "loss.item", "busy": 1.0, "state": "R"}
-    _, told = only(Ranks().live(8, lambda rank: spins | {"waits": (calls[rank],)}))
-    assert told.name == "collectives-differ"
+    assert re.fullmatch(
+        r"rank 3 on b \(GPU 1\) keeps the others waiting: in DataLoader.__next__ for 2\d s at train.py:88 in epoch "
+        r"\(loading data, step 120\); ranks 0-2 wait in all_reduce",
+        told.what,
+    )
+    assert "what the loader reads on b" in told.fix
 
 
 def in_a_pair(*others: dict[str, object]) -> Callable[[int], dict[str, object]]:
@@ -159,62 +99,130 @@ def in_a_pair(*others: dict[str, object]) -> Callable[[int], dict[str, object]]:
 IN_THE_PAIR: dict[str, object] = {"groups": ("0", "pair"), "begun": {}}
 NOT_IN_IT: dict[str, object] = {"groups": ("0",), "begun": {}}
 AT_WORK: dict[str, object] = {"doing": "matmul", "busy": 1.0, "state": "R"}
+SPINS: dict[str, object] = {"doing": "loss.item", "busy": 1.0, "state": "R"}
+AHEAD: dict[str, object] = SPINS | {"waits": (called(),), "begun": {"0": 41}}
+UNSEEN: dict[str, object] = {"doing": "all_reduce", "waiting": True, "moves": 1, "begun": {}}
+DIFFERENT = [called("all_reduce"), called("barrier", shapes="")]
 
 
-@pytest.mark.parametrize("facts", [ASLEEP, {"state": "X"}], ids=["asleep", "ended"])
-def test_who_is_not_in_the_group_that_is_waited_in_is_not_blamed(facts: dict[str, object]) -> None:
-    ranks = Ranks(3)
-    doing = in_a_pair(AT_WORK | IN_THE_PAIR, facts | NOT_IN_IT)
-    assert ranks.live(58, doing) == []
-    _, told = only(ranks.live(8, doing))
-    assert told.name == "rank-elsewhere"
-    assert told.what.startswith("rank 1 on a ")
-    _, told = only(Ranks(3).live(16, in_a_pair(ASLEEP | IN_THE_PAIR, facts | NOT_IN_IT)))
-    assert told.name == "rank-elsewhere"
-    assert told.what.startswith("rank 1 on a ")
+def different(rank: int) -> dict[str, object]:
+    call = DIFFERENT[rank]
+    return WAITING | {"doing": call.operation, "waits": (call,)}
 
 
-def test_where_all_of_a_group_wait_in_it_the_others_are_told_of_after_a_minute() -> None:
-    ranks = Ranks(3)
-    waits = in_a_pair()(0)
-    doing = in_a_pair(waits, ASLEEP | NOT_IN_IT)
-    assert ranks.live(58, doing) == []
-    _, told = only(ranks.live(8, doing))
-    assert told.name == "rank-elsewhere"
-    assert told.what.startswith("rank 2 on b ")
+# What the ranks do; who is named, why, and between which seconds; a word of the fix.
+Judged = tuple[int, Callable[[int], dict[str, object]], str, str, tuple[int, int], str]
+HANGS: dict[str, Judged] = {
+    "asleep": (2, one_against_all(1, ASLEEP), "rank-elsewhere", "rank 1", (20, 24), "train.py:88"),
+    "own code": (2, one_against_all(1, {"doing": ""}), "rank-elsewhere", "rank 1", (20, 24), ""),
+    "stopped": (
+        2,
+        one_against_all(1, {"state": "T"}),
+        "rank-stopped",
+        "rank 1",
+        (3, 8),
+        "-CONT 101",
+    ),
+    "stopped before any waits": (
+        *(2, lambda rank: {"state": "T"} if rank else {"moves": 3}),
+        *("rank-stopped", "rank 1", (3, 6), "-CONT 101"),
+    ),
+    "exited": (2, one_against_all(1, {"state": "X"}), "rank-exited", "rank 1", (5, 10), "batches"),
+    "in the kernel": (
+        *(2, one_against_all(1, {"state": "D"}), "rank-elsewhere", "rank 1", (20, 24)),
+        "cat /proc/101/stack",
+    ),
+    "in native code": (
+        *(2, one_against_all(1, {"silent_s": 9.0, "doing": "tokenize"})),
+        *("rank-elsewhere", "rank 1", (20, 24), "stacks"),
+    ),
+    "at work": (
+        *(2, one_against_all(1, AT_WORK), "rank-elsewhere", "rank 1", (60, 66)),
+        "rank_zero_first()",
+    ),
+    "saves for all": (
+        *(2, one_against_all(1, {"phase": "saving"}), "rank-elsewhere", "rank 1", (60, 66), ""),
+    ),
+    "evaluates for all": (
+        *(2, one_against_all(1, {"phase": "evaluating"}), "rank-elsewhere", "rank 1", (60, 66), ""),
+    ),
+    "waits on a GPU, which spins": (
+        *(2, lambda rank: ASLEEP if rank else AHEAD, "rank-elsewhere", "rank 1", (20, 24), ""),
+    ),
+    "both spin, one has not come": (
+        *(2, lambda rank: SPINS if rank else AHEAD, "rank-elsewhere", "rank 1", (300, 306), ""),
+    ),
+    "not in the group": (
+        *(3, in_a_pair(AT_WORK | IN_THE_PAIR, ASLEEP | NOT_IN_IT)),
+        *("rank-elsewhere", "rank 1", (60, 66), ""),
+    ),
+    "exited, not in the group": (
+        *(3, in_a_pair(ASLEEP | IN_THE_PAIR, {"state": "X"} | NOT_IN_IT)),
+        *("rank-elsewhere", "rank 1", (20, 24), ""),
+    ),
+    "all of the group wait": (
+        *(3, in_a_pair(in_a_pair()(0), ASLEEP | NOT_IN_IT)),
+        *("rank-elsewhere", "rank 2", (60, 66), ""),
+    ),
+    "called differently": (
+        *(2, different, "collectives-differ", "the ranks called different", (5, 8), "same order"),
+    ),
+    "spin in different calls": (
+        *(2, lambda rank: SPINS | {"waits": (DIFFERENT[rank],)}),
+        *("collectives-differ", "the ranks called different", (5, 8), ""),
+    ),
+    "all called it": (
+        *(2, lambda _: WAITING, "collective-does-not-end", "all ranks", (60, 66)),
+        "muster check --hosts",
+    ),
+    "all wait, not visible": (
+        *(2, lambda _: UNSEEN, "collective-does-not-end", "all ranks", (300, 306), ""),
+    ),
+}
 
 
-def test_where_processes_cannot_be_seen_none_is_taken_for_ended_or_asleep() -> None:
-    unseen: dict[str, object] = {"state": "", "busy": None}
-    assert Ranks().live(50, one_against_all(1, ASLEEP | unseen)) == []
+@pytest.mark.parametrize("case", HANGS)
+def test_a_hang_is_named_in_time(case: str) -> None:
+    count, doing, name, who, (from_s, to_s), fix = HANGS[case]
+    at_s, told = only(Ranks(count).live(to_s + 1, doing))
+    assert (told.name, told.what.startswith(who)) == (name, True), told
+    assert from_s <= at_s <= to_s
+    assert fix in told.fix
 
 
-def test_a_stopped_process_is_told_although_nobody_waits_yet(snapshot: SnapshotAssertion) -> None:
-    _, told = only(Ranks().live(6, lambda rank: {"state": "T"} if rank else {"moves": 3}))
-    assert told.name == "rank-stopped"
-    assert told.what == snapshot
+HEALTHY: dict[str, tuple[int, Callable[[int], dict[str, object]]]] = {
+    "all sleep": (200, lambda _: ASLEEP),
+    "all compile": (200, lambda _: AT_WORK),
+    "all load": (200, lambda _: {"doing": "DataLoader.__next__"}),
+    "a collective under way while it computes": (
+        *(200, lambda rank: {"busy": 0.9, "waits": (called(),)} if rank else {"busy": 0.9}),
+    ),
+    # What they said last, that one waits for the other, is no longer so.
+    "take long to exit": (
+        *(100, lambda rank: (ASLEEP if rank else WAITING) | {"silent_s": 9.0, "beat": 3}),
+    ),
+    "found in a collective each time": (200, lambda _: UNSEEN),
+    "gets no processor": (
+        *(50, one_against_all(1, {"busy": 0.02, "state": "R", "doing": "compile"})),
+    ),
+    "processes cannot be seen": (50, one_against_all(1, ASLEEP | {"state": "", "busy": None})),
+    "spin, none has waits": (400, lambda rank: SPINS | {"begun": {"0": 41}} if rank else AHEAD),
+}
 
 
-def test_a_rank_at_work_has_a_minute(snapshot: SnapshotAssertion) -> None:
-    compiling: dict[str, object] = {"busy": 1.0, "state": "R", "doing": "compile"}
-    ranks = Ranks()
-    assert ranks.live(58, one_against_all(1, compiling)) == []
-    at_s, told = only(ranks.live(10, one_against_all(1, compiling)))
-    assert at_s < 66
-    assert told.name == "rank-elsewhere"
-    assert told.what.startswith("rank 1 on a ")
-    assert "torchmuster.train.world.rank_zero_first()" in told.fix
-    assert told.as_json() == snapshot
+@pytest.mark.parametrize("case", HEALTHY)
+def test_ranks_that_are_well_raise_no_alarm(case: str) -> None:
+    seconds, doing = HEALTHY[case]
+    assert Ranks().live(seconds, doing) == []
 
 
-def test_a_rank_that_moves_but_hardly_computes_has_a_minute_too() -> None:
+def test_a_rank_that_moves_but_hardly_computes_has_a_minute() -> None:
     ranks = Ranks()
     said = ranks.live(
         70, lambda rank: {"place": f"evaluate.py:{ranks.now_s:.0f}"} if rank else WAITING
     )
     at_s, told = only(said)
     assert 60 <= at_s <= 64
-    assert told.name == "rank-elsewhere"
     assert told.what.startswith("rank 1 on a ")
 
 
@@ -222,10 +230,10 @@ def test_a_rank_that_looks_again_and_again_whether_something_has_come_is_asleep(
     ranks = Ranks()
     lines = ["wait.py:3", "wait.py:4", "wait.py:3", "wait.py:5"]
     said = ranks.live(
-        22, lambda rank: {"place": lines[int(ranks.now_s) // 2 % 4]} if rank else WAITING
+        30, lambda rank: {"place": lines[int(ranks.now_s) // 2 % 4]} if rank else WAITING
     )
     at_s, _ = only(said)
-    assert at_s <= 22
+    assert at_s <= 30
 
 
 def test_a_waiting_rank_that_moves_hides_no_hang() -> None:
@@ -235,7 +243,7 @@ def test_a_waiting_rank_that_moves_hides_no_hang() -> None:
         polls = WAITING | {"place": f"wait.py:{ranks.now_s:.0f}"}
         return (WAITING, polls, ASLEEP)[rank]
 
-    _, told = only(ranks.live(16, doing))
+    _, told = only(ranks.live(24, doing))
     assert told.what.startswith("rank 2 on b ")
 
 
@@ -250,113 +258,28 @@ def test_where_nothing_is_known_of_moves_every_other_place_is_a_move() -> None:
     assert ranks.live(200, doing) == []
 
 
-def test_healthy_ranks_that_are_found_in_a_collective_each_time_do_not_hang() -> None:
-    unseen: dict[str, object] = {"doing": "all_reduce", "waiting": True, "moves": 1, "begun": {}}
-    assert Ranks().live(200, lambda _: unseen) == []
-
-
-def test_ranks_that_wait_without_visible_collectives_are_reported_after_five_minutes() -> None:
-    unseen: dict[str, object] = {"doing": "all_reduce", "waiting": True, "moves": 1, "begun": {}}
-    at_s, told = only(Ranks().live(310, lambda _: unseen))
-    assert 300 <= at_s <= 304
-    assert told.name == "collective-does-not-end"
-    assert "not visible" in told.why
-
-
-@pytest.mark.parametrize("phase", ["saving", "evaluating", "compiling"])
-def test_what_one_rank_does_for_all_may_take_a_minute(phase: str) -> None:
-    ranks = Ranks()
-    assert ranks.live(58, one_against_all(1, {"phase": phase, "doing": "write"})) == []
-    assert len(ranks.live(10, one_against_all(1, {"phase": phase, "doing": "write"}))) == 1
-
-
-def test_a_rank_that_gets_no_processor_is_not_asleep() -> None:
-    starved: dict[str, object] = {"busy": 0.02, "state": "R", "doing": "compile"}
-    assert Ranks().live(50, one_against_all(1, starved)) == []
-
-
-def test_at_the_beginning_a_sleeper_has_longer() -> None:
-    new: dict[str, object] = {"begun": {"0": 3}}
-    waiting = WAITING | new | {"waits": (called(number=4),)}
-    ranks = Ranks()
-    assert ranks.live(18, lambda rank: ASLEEP | new if rank else waiting) == []
-    at_s, _ = only(ranks.live(6, lambda rank: ASLEEP | new if rank else waiting))
-    assert at_s <= 22
-
-
-@pytest.mark.parametrize(
-    "doing",
-    [
-        pytest.param(lambda _: ASLEEP, id="all sleep"),
-        pytest.param(lambda _: {"busy": 1.0, "state": "R"}, id="all compile"),
-        pytest.param(lambda _: {"doing": "DataLoader.__next__"}, id="all load"),
-        pytest.param(
-            lambda rank: {"busy": 0.9, "waits": (called(),)} if rank else {"busy": 0.9},
-            id="one has a collective under way while it computes",
-        ),
-    ],
-)
-def test_ranks_of_which_none_waits_do_not_hang(doing: Callable[[int], dict[str, object]]) -> None:
-    assert Ranks().live(200, doing) == []
-
-
-def test_ranks_that_take_long_to_end_do_not_hang() -> None:
-    """What they said last, that one waits for the other, is no longer so."""
-    leaving: dict[str, object] = {"silent_s": 9.0, "beat": 3}
-    assert Ranks().live(100, lambda rank: (ASLEEP if rank else WAITING) | leaving) == []
-
-
 def test_waits_that_end_are_no_hang() -> None:
     ranks = Ranks()
     for step in range(20):
         moves: dict[str, object] = {"moves": step}
         slow = WAITING | moves
-        assert ranks.live(8, lambda rank: ASLEEP | moves if rank else slow) == []  # noqa: B023
+        assert ranks.live(16, lambda rank: ASLEEP | moves if rank else slow) == []  # noqa: B023
         assert ranks.live(2, lambda _: slow) == []  # noqa: B023
 
 
-def test_what_the_ranks_called_differently_is_certain_soon(snapshot: SnapshotAssertion) -> None:
-    calls = [called("all_reduce"), called("barrier", shapes="")]
+def test_ranks_that_can_never_meet_are_hopeless() -> None:
     ranks = Ranks()
-    at_s, told = only(
-        ranks.live(
-            8,
-            lambda rank: {
-                "doing": calls[rank].operation,
-                "waiting": True,
-                "waits": (calls[rank],),
-                "place": f"train.py:{9 + rank} in main",
-            },
-        )
-    )
-    assert at_s <= 8
-    assert told.name == "collectives-differ"
-    assert told.as_json() == snapshot
+    ranks.live(8, different)
     assert ranks.watch.hang is not None
     assert ranks.watch.hang.is_hopeless
 
 
-def test_a_collective_that_all_are_in_has_a_minute_and_then_the_network_is_to_be_looked_at(
-    snapshot: SnapshotAssertion,
-) -> None:
-    ranks = Ranks()
-    assert ranks.live(58, lambda _: WAITING) == []
-    _, told = only(ranks.live(6, lambda _: WAITING))
-    assert told.name == "collective-does-not-end"
-    assert "muster check --hosts" in told.fix
-    assert told.as_json() == snapshot
-
-
-def test_it_is_told_again_when_it_has_lasted_twice_as_long_and_when_it_is_over(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_it_is_told_again_when_it_has_lasted_twice_as_long_and_when_it_is_over() -> None:
     ranks = Ranks()
     told_s = [at_s for at_s, _ in ranks.live(100, one_against_all(1, ASLEEP))]
-    assert told_s == [14, 32, 62]
-    assert ranks.watch.hang is not None
+    assert told_s == [22, 42, 82]
     at_s, over = only(ranks.live(10, lambda _: {"moves": 41}))
     assert (over.name, over.status) == ("hang-over", Status.NOTE)
-    assert over.what == snapshot
     assert at_s == 102
     assert ranks.watch.hang is None
 
@@ -368,12 +291,3 @@ def test_of_a_machine_that_is_not_heard_nothing_is_judged() -> None:
         ranks.now_s += 2
         ranks.watch.hear("a", [heartbeat(rank, ranks.now_s, **WAITING) for rank in (0, 1)])
         assert ranks.watch.news() is None
-
-
-def test_what_was_told_stays_as_it_was() -> None:
-    ranks = Ranks()
-    ranks.live(20, one_against_all(1, ASLEEP))
-    told: Hang | None = ranks.watch.hang
-    assert told is not None
-    ranks.watch.hear("a", [heartbeat(1, ranks.now_s, doing="forward")])
-    assert told.culprits[0].heartbeat.doing == "time.sleep"
