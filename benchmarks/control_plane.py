@@ -25,7 +25,7 @@ import msgspec
 
 from torchmuster import __version__
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.job import JobSpec, Limits
 from torchmuster.launch.launcher.run import Run
 from torchmuster.launch.schedulers.slurm.allocation import Allocation

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.runfolder import RunFolder, create_run_folder
 

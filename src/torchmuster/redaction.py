@@ -72,6 +72,11 @@ _VALUE = re.compile(
     """,
     re.VERBOSE,
 )
+# Colors of a terminal, and all of its control sequences.
+COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_SEQUENCE = re.compile(
+    r"(\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~]))"
+)
 # Whoever knows the address of a webhook can post to it.
 _SECRET_ADDRESSES = frozenset({"--webhook"})
 
@@ -158,6 +163,22 @@ def printable(arguments: Iterable[str]) -> str:
     """Join a command line for display, with secrets and control characters replaced."""
     text = " ".join(redact_command(arguments))
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def printable_line(line: str, *, colour: bool = False) -> str:
+    """Return a line without terminal control sequences; colors may stay and are reset at its end."""
+    if line.isprintable():
+        return line
+    pieces, last_colour = [], "\x1b[m"
+    for index, piece in enumerate(_SEQUENCE.split(line)):
+        if index % 2 == 0:
+            pieces.append(harmless(piece))
+        elif colour and COLOUR.fullmatch(piece):
+            pieces.append(piece)
+            last_colour = piece
+    if last_colour not in ("\x1b[m", "\x1b[0m"):
+        pieces.append("\x1b[0m")
+    return "".join(pieces)
 
 
 def redact_mapping(values: Mapping[str, object]) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""Parse and format byte counts and durations, and format lists of names.
+"""Parse and format byte counts and durations, and format lists of names and ranks.
 
 In the code a quantity is a plain number whose name has its unit (``free_bytes``, ``idle_s``);
 text such as ``8GiB`` is parsed only here.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 KiB = 1024
 MiB = 1024**2
@@ -13,6 +13,7 @@ GiB = 1024**3
 TiB = 1024**4
 
 _NAMES_SHOWN = 3
+_PIECES_OF_A_LIST = 12
 _MOST_S = 36500 * 86400
 # A bare letter means the binary unit, as in Slurm, Docker and ``free -g``.
 _BYTE_UNITS = {
@@ -93,3 +94,24 @@ def name_several(names: Sequence[str]) -> str:
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ``0,2-3`` for the ranks 0, 2 and 3; a long list is truncated and shows the total."""
+    ordered = sorted(set(ranks))
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    if len(words) > _PIECES_OF_A_LIST:
+        return f"{','.join(words[:_PIECES_OF_A_LIST])},… ({len(ordered)} in total)"
+    return ",".join(words)
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0,2-3``."""
+    numbers = set(ranks)
+    return f"rank{'s' if len(numbers) != 1 else ''} {rank_list(numbers)}"

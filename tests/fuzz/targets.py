@@ -236,12 +236,11 @@ def program_output(data: bytes) -> None:
 
 def log_lines(data: bytes) -> None:
     from torchmuster.known_errors.explain import explain_text
-    from torchmuster.launch.launcher.console import printable
-    from torchmuster.redaction import harmless, redact_text
+    from torchmuster.redaction import harmless, printable_line, redact_text
 
     text = text_of(data)
     for line in text.split("\n"):
-        shown = printable(line, colour=True)
+        shown = printable_line(line, colour=True)
         assert not set(shown) & set("\x07\x08\x9b\x7f\u202e")
     assert "\x1b" not in harmless(text)
     redact_text(text)

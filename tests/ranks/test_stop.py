@@ -15,7 +15,7 @@ from syrupy.assertion import SnapshotAssertion
 from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.launched import Launched, cpu, launched, line_with
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 
 pytestmark = pytest.mark.ranks

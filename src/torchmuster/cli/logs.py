@@ -120,7 +120,7 @@ def _follow(run: RunFolder, path: Path, position: int) -> int:
 
 def _show_more(path: Path, position: int, *, last: bool) -> int:
     """Print the lines after a position, without terminal control sequences; return the new position."""
-    from torchmuster.launch.launcher.console import printable as printable_line
+    from torchmuster.redaction import printable_line
 
     try:
         stream = untrusted.open_regular(path)

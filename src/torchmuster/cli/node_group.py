@@ -49,7 +49,7 @@ def code_of_member(group: "NodeGroup", options: RunControl) -> int | None:
         return code
     if group.node_rank == 0:
         return None
-    from torchmuster.launch.node.group_member import serve_group
+    from torchmuster.launch.schedulers.group_member import serve_group
 
     timeout = settings_of(options).settings.launch.join_timeout
     # Pods may have to wait for nodes.

@@ -15,11 +15,12 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat, Integer
+from torchmuster.launch.heartbeat import Heartbeat, Integer
 
 PROTOCOL = 1
 # Messages are small; a larger one is not from torchmuster.
 MESSAGE_LIMIT = 4 * 2**20
+RECORDED = "metrics.jsonl"  # the file with what rank 0 recorded of its script
 _ERROR_LIMIT = 200
 
 # It selects processes to kill, so an empty one would select all of them; and it is written to pipes

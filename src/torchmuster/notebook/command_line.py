@@ -4,7 +4,7 @@ import argparse
 from typing import NoReturn
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.launcher.console import rank_text
+from torchmuster.units import rank_text
 
 
 class HelpShown(Exception):

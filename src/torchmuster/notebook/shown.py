@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records
-from torchmuster.launch.launcher.console import WINDOW_S, LineMerger, rank_text
+from torchmuster.launch.launcher.console import WINDOW_S, LineMerger
 from torchmuster.notebook.messages import Done
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, rank_text
 
 _PROGRESS_AFTER_S = 3.0
 # Heartbeats are a second or two old: at first they still describe the previous cell.

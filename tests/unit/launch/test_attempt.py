@@ -215,7 +215,7 @@ def test_a_warning_does_not_kill_a_rank_without_a_handler(
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
-        running.warn("SIGUSR1")
+        running.pass_on("SIGUSR1")
         ended = await asyncio.wait_for(watching, GIVE_UP_S)
         assert ended.good
         texts = attempt.output()
@@ -366,25 +366,3 @@ print("done", flush=True)
     with adopted_orphans() as left:
         asyncio.run(go())
         assert left() == []
-
-
-def test_record_of_torch_is_read(tmp_path: Path, tokens: list[str]) -> None:
-    """What torch's ``@record`` writes, as a program that is no Python script may."""
-    script = """\
-import json, os
-from pathlib import Path
-message = {"message": "RuntimeError: no data", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "1"}}
-Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
-os._exit(3)
-"""
-
-    async def go() -> None:
-        attempt = Attempt(tmp_path, script)
-        tokens.append(attempt.token)
-        running = attempt.running()
-        await running.start()
-        ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
-        errors = {failure.error for failure in ended.failures if failure.exit_code == 3}
-        assert errors == {"RuntimeError: no data"}
-
-    asyncio.run(go())

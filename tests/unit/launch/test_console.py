@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from patience import GIVE_UP_S
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.launcher import console as console_module
-from torchmuster.launch.launcher.console import (
-    LineMerger,
-    TerminalConsole,
-    printable,
-)
+from torchmuster.launch.launcher.console import LineMerger, TerminalConsole
+from torchmuster.redaction import printable_line
 from torchmuster.runfolder import RunFolder, create_run_folder
 
 LOGS = "runs/x/logs"
@@ -125,20 +122,20 @@ def test_colours_pass_on_a_terminal_only_and_end_with_their_line() -> None:
     ],
 )
 def test_what_steers_a_terminal_is_made_harmless(raw: str, safe: str) -> None:
-    assert printable(raw, colour=True) == safe
+    assert printable_line(raw, colour=True) == safe
 
 
 @pytest.mark.parametrize("begun", ["\x1b]", "\x1b]x", "\x1bP\x1b", "\x1b[0", "\x1b[ ", "\x1b "])
 def test_sequences_that_never_end_take_no_time(begun: str) -> None:
     """If the time grew with the square of the length, this would take hours."""
     for line in (begun * 50_000, begun + "0" * 200_000, begun + " " * 200_000):
-        printable(line, colour=True)
+        printable_line(line, colour=True)
 
 
 @given(st.text(alphabet=st.sampled_from("\x1b[]m;0123KJ\x07\\\r\x9b\x00 aé\u202e\ud800P^")))
 def test_nothing_dangerous_gets_through(text: str) -> None:
     for colour in (True, False):
-        line = printable(text, colour=colour)
+        line = printable_line(text, colour=colour)
         line.encode()
         if colour:
             line = re.sub(r"\x1b\[[0-9;:]*m", "", line)

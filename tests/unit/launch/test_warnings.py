@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history.resume import ResumePlan
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import JobSpec

@@ -13,7 +13,7 @@ from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
 from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.tickets import Ticket
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.monitor.collecting.collector import Collector
 from torchmuster.monitor.metric import Sample

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from syrupy.assertion import SnapshotAssertion
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
+from torchmuster.launch.heartbeat import Heartbeat, PendingCollective
 from torchmuster.notebook.messages import Done
 from torchmuster.notebook.shown import CellShown, Lines, errors_text, progress_text, values_text
 from torchmuster.runfolder import RunFolder

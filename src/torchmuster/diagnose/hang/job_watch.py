@@ -9,8 +9,8 @@ import msgspec
 from torchmuster.diagnose.hang.rank_processes import RankProcess
 from torchmuster.diagnose.hang.rank_stacks import RankSnapshot, SnapshotRequest
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.observation import BUSY_PROCESSORS, Hang
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.node.heartbeats import GONE
 
 # The job has been running for a while: the patience for its first collectives does not apply.

@@ -14,9 +14,8 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.detector import BUSY_AFTER_S, IDLE_AFTER_S
 from torchmuster.launch.hangs.messages import hang_finding
 from torchmuster.launch.hangs.observation import BUSY_PROCESSORS, Hang
-from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.rank.stack import WAITS_FOR_OTHERS
-from torchmuster.units import format_seconds, plural
+from torchmuster.units import format_seconds, plural, rank_text
 
 _GROUPS_SHOWN = 8
 _WORKERS_SHOWN = 4

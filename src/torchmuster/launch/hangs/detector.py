@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from torchmuster.finding import Finding
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.flight_recorder import DEFAULT_GROUP, SAME_SHAPES
-from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
 from torchmuster.launch.hangs.observation import Hang, HangKind, Observation, progress_of
+from torchmuster.launch.heartbeat import Heartbeat, PendingCollective
 
 # A rank was stopped; ranks called different collectives; a rank has exited.
 STOPPED_AFTER_S = 3.0

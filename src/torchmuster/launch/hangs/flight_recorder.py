@@ -12,8 +12,7 @@ from typing import Any
 from torchmuster import untrusted
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
-from torchmuster.launch.launcher.console import rank_text
-from torchmuster.units import plural
+from torchmuster.units import plural, rank_text
 
 DEFAULT_GROUP = "0"  # the name of the default process group
 FIX_ORDER = (

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs.flight_recorder import FIX_NETWORK, FIX_ORDER, FIX_SHAPES
 from torchmuster.launch.hangs.observation import Hang, HangKind, Observation
-from torchmuster.launch.launcher.console import rank_text
-from torchmuster.units import format_seconds
+from torchmuster.units import format_seconds, rank_text
 
 NAMES: Mapping[HangKind, str] = {
     HangKind.STOPPED: "rank-stopped",

@@ -4,7 +4,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.units import format_seconds
 
 # A process that uses fewer CPUs than this is waiting.

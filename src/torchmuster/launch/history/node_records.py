@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from torchmuster import untrusted
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history.run_state import read_events
 from torchmuster.runfolder import RunFolder, write_atomically
 

@@ -18,9 +18,9 @@ from torchmuster.known_errors.explain import Explanation, explain_text
 from torchmuster.known_errors.rule import Role
 from torchmuster.launch import protocol
 from torchmuster.launch.history import known_failures
-from torchmuster.launch.launcher.console import printable, rank_text
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT
-from torchmuster.redaction import redact_text
+from torchmuster.redaction import printable_line, redact_text
+from torchmuster.units import rank_text
 
 _LINES_SHOWN = 8
 _LONGEST_HEADLINE = 240
@@ -375,4 +375,4 @@ def _headline(text: str) -> str:
 def _clean(parts: Iterable[str]) -> str:
     """Join the output of programs, without secrets and terminal control sequences."""
     lines = redact_text("\n".join(filter(None, parts))).split("\n")
-    return "\n".join(printable(line.replace("\t", "    "), colour=False) for line in lines)
+    return "\n".join(printable_line(line.replace("\t", "    "), colour=False) for line in lines)

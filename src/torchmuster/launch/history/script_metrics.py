@@ -8,7 +8,6 @@ import msgspec
 from torchmuster import untrusted
 from torchmuster.runfolder import RunFolder, write_atomically
 
-RECORDED = "metrics.jsonl"  # the file of rank 0, without its rank
 _FILES = ("steps", "evaluations", "saves")
 _LONGEST_NAME = 200
 _decode = msgspec.json.Decoder(dict[str, float | int | str | bool | None]).decode

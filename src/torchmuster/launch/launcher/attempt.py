@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torchmuster.errors import MachineLost
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs.monitor import HangMonitor
-from torchmuster.launch.history import run_state, script_metrics
+from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.hang_monitor import HangMonitor
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
 from torchmuster.launch.launcher.rank_output import ShownOutput
 from torchmuster.launch.launcher.stopping import asked_elsewhere, saved_by_ranks, waiting_text
@@ -69,7 +69,7 @@ class Attempt:
         match message:
             case protocol.Output(file=""):
                 self._output.add(message.rank, message.text)
-            case protocol.Output(file=script_metrics.RECORDED):
+            case protocol.Output(file=protocol.RECORDED):
                 self._session.metrics.add(self.number, message.text)
             case protocol.Heartbeats() | protocol.Output() | protocol.Done():
                 if self._hang_monitor:

@@ -14,13 +14,14 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self, TextIO
 
 from torchmuster.finding import Finding, render
-from torchmuster.redaction import harmless
+from torchmuster.redaction import COLOUR, printable_line
 from torchmuster.runfolder import RunFolder
+from torchmuster.units import rank_text
 
 _logger = logging.getLogger(__name__)
 
@@ -32,52 +33,10 @@ MOST_LINES = 1000
 _MOST_WAITING = 1000
 _LONGEST_LINE = 10_000
 _CLOSE_WITHIN_S = 2.0
-_PIECES_OF_A_LIST = 12
 
 _OWN_PREFIX = re.compile(r"\[rank ?(\d{1,9})\]")
 # torch's own log lines begin with a nanosecond timestamp, so no two of them would be equal.
 _LOG_TIME = re.compile(r"(?<=^\[[EFIW])\d{4} \d\d:\d\d:\d\d\.\d+")
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-_SEQUENCE = re.compile(
-    r"(\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~]))"
-)
-
-
-def printable(line: str, *, colour: bool) -> str:
-    """Return a line without terminal control sequences; colors may stay and are reset at its end."""
-    if line.isprintable():
-        return line
-    pieces, last_colour = [], "\x1b[m"
-    for index, piece in enumerate(_SEQUENCE.split(line)):
-        if index % 2 == 0:
-            pieces.append(harmless(piece))
-        elif colour and _COLOUR.fullmatch(piece):
-            pieces.append(piece)
-            last_colour = piece
-    if last_colour not in ("\x1b[m", "\x1b[0m"):
-        pieces.append("\x1b[0m")
-    return "".join(pieces)
-
-
-def rank_list(ranks: Iterable[int]) -> str:
-    """Return ``0,2-3`` for the ranks 0, 2 and 3; a long list is truncated and shows the total."""
-    ordered = sorted(set(ranks))
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    if len(words) > _PIECES_OF_A_LIST:
-        return f"{','.join(words[:_PIECES_OF_A_LIST])},… ({len(ordered)} in total)"
-    return ",".join(words)
-
-
-def rank_text(ranks: Iterable[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0,2-3``."""
-    numbers = set(ranks)
-    return f"rank{'s' if len(numbers) != 1 else ''} {rank_list(numbers)}"
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +76,7 @@ class LineMerger:
         for line in text.removesuffix("\n").split("\n"):
             if not line.isprintable() or len(line) > _LONGEST_LINE:
                 last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
-                line = printable(last_state[:_LONGEST_LINE], colour=self._colour)
+                line = printable_line(last_state[:_LONGEST_LINE], colour=self._colour)
                 if len(last_state) > _LONGEST_LINE:
                     more = len(last_state) - _LONGEST_LINE
                     line += f"… {more:,} more characters: see {self._logs}/rank-{rank}.log"
@@ -281,7 +240,7 @@ class TerminalConsole(Console):
 
     def say(self, text: str, *, in_log_only: bool = False) -> None:
         """Print a message of the launcher, or only add it to the run's console log."""
-        lines = [f"muster: {printable(line, colour=False)}\n" for line in text.splitlines()]
+        lines = [f"muster: {printable_line(line, colour=False)}\n" for line in text.splitlines()]
         self._put("".join(lines), in_log_only=in_log_only)
 
     def show(self, findings: Sequence[Finding]) -> None:
@@ -316,7 +275,7 @@ class TerminalConsole(Console):
                 if stream is not None:
                     with contextlib.suppress(queue.Full):  # the log has it
                         self._printed.put_nowait((stream, text))
-                _write(self._file, _COLOUR.sub("", text))
+                _write(self._file, COLOUR.sub("", text))
         with contextlib.suppress(queue.Full):
             self._printed.put_nowait(None)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torchmuster.errors import Impossible, MachineLost, MusterError, NotNow
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.transports.channel import Channel
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat
-from torchmuster.launch.launcher.console import rank_text
-from torchmuster.units import format_seconds
+from torchmuster.launch.heartbeat import Heartbeat
+from torchmuster.units import format_seconds, rank_text
 
 # A rank that fails exits soon after its traceback.
 _FAILS_WITHIN_S = 10.0

@@ -15,7 +15,7 @@ from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec, is_ours
 from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher.attempt import Attempt
-from torchmuster.launch.launcher.console import Console, rank_text
+from torchmuster.launch.launcher.console import Console
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.newcomers import Newcomers
 from torchmuster.launch.launcher.restart import (
@@ -39,7 +39,7 @@ from torchmuster.launch.launcher.stopping import (
 from torchmuster.launch.launcher.waiting import Stopped
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds, name_several
+from torchmuster.units import format_seconds, name_several, rank_text
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.resume import ResumePlan

@@ -16,10 +16,9 @@ from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.launcher.console import rank_text
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.runfolder import RunFolder
-from torchmuster.units import format_seconds, name_several
+from torchmuster.units import format_seconds, name_several, rank_text
 
 logger = logging.getLogger(__name__)
 

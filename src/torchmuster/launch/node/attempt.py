@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from torchmuster.launch import protocol
-from torchmuster.launch.history.script_metrics import RECORDED
 from torchmuster.launch.job import GRACE_VARIABLE
 from torchmuster.launch.node import failures, process_cleanup, stack_dump, supervisor
 from torchmuster.launch.node.heartbeats import HeartbeatReader, MetricsReader
@@ -246,7 +245,7 @@ class RunningAttempt:
         if self._metrics is None:
             return
         while text := self._metrics.new_lines():
-            await self._send(protocol.Output(rank=0, text=text, file=RECORDED))
+            await self._send(protocol.Output(rank=0, text=text, file=protocol.RECORDED))
 
     def _stopping_now(self) -> protocol.Stopping | None:
         """Return the ranks that were asked to stop and have not, and how long they have left."""

@@ -10,7 +10,7 @@ import msgspec
 import psutil
 
 from torchmuster import untrusted
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 
 GONE = "X"
 _LETTERS = {

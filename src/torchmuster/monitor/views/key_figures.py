@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.metric import Metric
 from torchmuster.units import format_bytes, format_seconds

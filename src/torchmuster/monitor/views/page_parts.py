@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchmuster.checkpoints.foreign import Condition
 from torchmuster.finding import Finding, Status
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchmuster.checkpoints.foreign import Completeness, Condition
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
 from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews, AlertWatch

@@ -8,7 +8,7 @@ import pytest
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.hangs import messages
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
+from torchmuster.launch.heartbeat import Heartbeat, PendingCollective
 
 HOSTS = ("a", "a", "b", "b")
 

@@ -11,11 +11,11 @@ from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
-from torchmuster.launch.hangs import monitor as hang_monitor_module
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.heartbeat import Heartbeat, PendingCollective
-from torchmuster.launch.hangs.monitor import HangMonitor, devices_of
+from torchmuster.launch.heartbeat import Heartbeat, PendingCollective
 from torchmuster.launch.history import evidence, run_state
+from torchmuster.launch.launcher import hang_monitor as hang_monitor_module
+from torchmuster.launch.launcher.hang_monitor import HangMonitor, devices_of
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.runfolder import RunFolder, create_run_folder
 

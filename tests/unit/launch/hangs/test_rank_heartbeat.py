@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from patience import GIVE_UP_S
-from torchmuster.launch.hangs.heartbeat import Heartbeat
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.rank import heartbeat, stack
 from torchmuster.launch.rank.heartbeat import STACKS_SIGNAL, HeartbeatWriter
 

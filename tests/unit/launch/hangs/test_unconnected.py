@@ -1,7 +1,7 @@
 """Ranks that train beside each other are reported once; scripts that communicate rarely are not."""
 
-from torchmuster.launch.hangs.heartbeat import Heartbeat
-from torchmuster.launch.hangs.monitor import UnconnectedRanks
+from torchmuster.launch.heartbeat import Heartbeat
+from torchmuster.launch.launcher.hang_monitor import UnconnectedRanks
 
 
 def heartbeats(step: int | None, **facts: object) -> list[Heartbeat]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
 from torchmuster.launch.hangs.detector import HangWatch
-from torchmuster.launch.hangs.heartbeat import Heartbeat
 from torchmuster.launch.hangs.observation import Hang
+from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import evidence, node_records, run_state
 from torchmuster.launch.launcher.console import show_findings
 from torchmuster.launch.launcher.host import ConnectedHost
