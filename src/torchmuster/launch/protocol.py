@@ -60,7 +60,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """What would run on a host: the script and the code next to it."""
 
     script_sha256: str
-    code_sha256: str  # of all Python files in the script's folder, or "" if there are too many
+    code_sha256: str  # of the Python files in the script's folder
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

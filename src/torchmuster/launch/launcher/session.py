@@ -201,17 +201,7 @@ class Session:
         """Return the differences between hosts, and between the code on those that are prepared."""
         from torchmuster.launch.launcher import compare_nodes
 
-        described = []
-        for host in hosts:
-            assert host.record is not None
-            described.append(
-                compare_nodes.NodeDescription(
-                    name=host.name,
-                    record=host.record,
-                    fingerprint=host.prepared.fingerprint if host.prepared else None,
-                )
-            )
-        return compare_nodes.compare_all_nodes(described, self.spec)
+        return compare_nodes.compare_all_nodes(hosts, self.spec)
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Release every host; ``words`` is printed on the terminal of a node agent that joined."""
