@@ -167,7 +167,7 @@ def test_arguments_that_contradict_the_environment_are_refused_with_both_values(
         ("LOCAL_RANK", "first", "from 0"),
         ("LOCAL_RANK", "-1", "from 0"),
         ("LOCAL_WORLD_SIZE", "0", "from 1"),
-        ("MASTER_PORT", "70000", "from 1 to 65535"),
+        ("MASTER_PORT", "none", "from 1"),
     ],
 )
 def test_a_wrong_variable_is_named(

@@ -127,21 +127,21 @@ CODE = [
         faults=[OtherFiles(host="node2", files={"train.py": "print('other')\n"})],
         what="train.py or the code next to it on node2 differs from the copy on node1",
         why="ranks that run different code can hang",
-        fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
+        fix="copy {lab}/work from node1 to node2",
     ),
     Refusal(
         name="the script is missing",
         faults=[OtherFiles(host="node2", files={})],
         what="train.py does not exist on node2",
         why="every host runs its own copy in {lab}/work",
-        fix="rsync -ac {lab}/work/ node2:{lab}/work/ # on node1",
+        fix="copy the folder there",
     ),
     Refusal(
         name="another torch",
         faults=[OtherTorch(host="node2", version="2.12.0+cpu")],
-        what="torch versions differ: {torch} on node1; 2.12.0 on node2",
+        what="torch versions differ: {torch} on node1 and 2.12.0 on node2",
         why="different versions may connect and then hang, or compute different results",
-        fix="python -m pip install torch=={torch} # on node2",
+        fix="python -m pip install torch=={torch} # on the other hosts",
     ),
 ]
 FIREWALL_FIX = "allow connections on node1: sudo ufw allow 29400/tcp # Ubuntu"
@@ -149,8 +149,8 @@ NETWORK = [
     Refusal(
         name="a firewall drops",
         faults=[OnlyOpenPorts(host="node1", ports=(2222,))],
-        what="node2 does not reach node1 on port 29400",
-        why="10.77.0.11 (eth0): node2: no answer in 5 s: a firewall drops the packets or the link is down",
+        what="node1 is not reached by node2 on port 29400",
+        why="10.77.0.11 (eth0 of node1), node2: no answer in 5 s: a firewall drops the packets or the link is down",
         fix=FIREWALL_FIX,
     ),
     Refusal(
@@ -172,8 +172,8 @@ NETWORK = [
         name="an interface that one host lacks",
         faults=[Variables(host="node2", variables={"GLOO_SOCKET_IFNAME": "ens5"})],
         what="node2: GLOO_SOCKET_IFNAME=ens5 cannot work on this host",
-        why="ens5 does not exist; gloo would fail with “Unable to find address for: ens5” "
-        "interfaces here: lo (127.0.0.1, ::1), eth0 (10.77.0.12",
+        why="ens5 is not the name of an interface that is up and has an address; "
+        "gloo would fail with “Unable to find address for: ens5” interfaces here: lo, eth0",
         fix="unset GLOO_SOCKET_IFNAME # Muster then uses the interface that reaches the other hosts",
     ),
 ]

@@ -57,7 +57,6 @@ def join_world(
     """
     rank = number_from("RANK", os.environ) or 0
     size = number_from("WORLD_SIZE", os.environ, lowest=1) or 1
-    process_group.close_left_open()
     forget_error()  # the script has handled it
     made_elsewhere = dist.is_initialized()
     if made_elsewhere:

@@ -51,7 +51,7 @@ def read_membership(rank: int, world_size: int, environment: Mapping[str, str]) 
     _agree("rank", rank, "RANK", environment)
     _agree("world_size", world_size, "WORLD_SIZE", environment)
     given = environment.get("MASTER_ADDR") or None
-    port = number_from("MASTER_PORT", environment, lowest=1, highest=65535)
+    port = number_from("MASTER_PORT", environment, lowest=1)
     alone = world_size == 1 and (given is None or port is None)
     address = DEFAULT_ADDRESS if given is None or alone else given
     local_rank = number_from("LOCAL_RANK", environment)
@@ -113,21 +113,18 @@ def _agree(argument: str, value: int, variable: str, environment: Mapping[str, s
     )
 
 
-def number_from(
-    variable: str, environment: Mapping[str, str], *, lowest: int = 0, highest: int | None = None
-) -> int | None:
+def number_from(variable: str, environment: Mapping[str, str], *, lowest: int = 0) -> int | None:
     """Return the integer value of a variable, None if unset; raises ``Impossible`` for a wrong value."""
     text = environment.get(variable, "").strip()
     if not text:
         return None
-    if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
-        return int(text)
-    limits = f"from {lowest}" + ("" if highest is None else f" to {highest}")
-    raise Impossible(
-        f"{variable}={text} is not valid",
-        why=f"{variable} is an integer {limits}; torchrun and muster run set it automatically",
-        fix=f"unset {variable}",
-    )
+    if not text.isdecimal() or int(text) < lowest:
+        raise Impossible(
+            f"{variable}={text} is not valid",
+            why=f"{variable} is an integer from {lowest}; torchrun and muster run set it automatically",
+            fix=f"unset {variable}",
+        )
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)

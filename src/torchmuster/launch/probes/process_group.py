@@ -12,7 +12,6 @@ import os
 import platform
 import socket
 import sys
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +26,6 @@ from torchmuster.launch.probes import membership
 from torchmuster.launch.probes.membership import BackendChoice, BackendFacts, Membership
 
 _log = logging.getLogger("torchmuster.distributed")
-_CLOSE_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +149,6 @@ class ProcessGroupInfo:
 class _State:
     group: ProcessGroupInfo | None = None
     made: int = 0  # groups created so far; part of their keys, so that none reads another's
-    left_open: bool = False  # after an error
 
 
 _state = _State()
@@ -162,7 +159,6 @@ def setup_process_group(
 ) -> ProcessGroupInfo:
     """Create the default process group, or accept the existing one if it is the same."""
     member = membership.read_membership(rank, world_size, os.environ)
-    close_left_open()
     if dist.is_initialized():
         return _accept_existing(member)
     return _make(member, requested, timeout_s)
@@ -211,7 +207,7 @@ def cleanup_process_group() -> None:
     """Destroy the group if there is one.
 
     While an exception propagates, only a group of gloo is destroyed: NCCL waits for work that other ranks may never
-    do, and the process would not exit.
+    do, and the process would not exit. Such a process cannot create another group.
     """
     group, _state.group = _state.group, None
     if group is not None:
@@ -219,7 +215,6 @@ def cleanup_process_group() -> None:
     if not dist.is_initialized():
         return
     if sys.exc_info()[1] is not None and dist.get_backend() not in ("gloo", "fake"):
-        _state.left_open = True
         return
     # Uncollected garbage (DDP is part of reference cycles) keeps the group's threads running until Python shuts
     # down, where such a thread aborts the process.
@@ -228,23 +223,6 @@ def cleanup_process_group() -> None:
         dist.destroy_process_group()
     except RuntimeError as error:  # in a finally this must not hide the original error
         _log.warning("the process group did not shut down cleanly: %s", _first_line(error))
-
-
-def close_left_open() -> None:
-    """Destroy a group that was left open after an error, before this process creates another one."""
-    if not _state.left_open:
-        return
-    if dist.is_initialized():
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
-        ending.join(_CLOSE_WITHIN_S)
-        if ending.is_alive():
-            raise Impossible(
-                "this process cannot create another process group",
-                why="its last one was left open after an error, and still waits for other ranks",
-                fix="restart the process (in a notebook: the kernel)",
-            )
-    _state.left_open = False
 
 
 def group_store() -> Store:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -12,6 +12,7 @@ from torchmuster.errors import MusterError
 from torchmuster.launch.transports.join import client
 from torchmuster.launch.transports.join.code import JoinCode
 from torchmuster.launch.transports.join.messages import Reason, Refused
+from torchmuster.launch.transports.join.stream import Stream
 from unit.launch.join.open_host import LOOPBACK, Host, join, with_host
 
 
@@ -47,12 +48,15 @@ async def web_server() -> AsyncIterator[int]:
     ],
 )
 def test_a_host_that_is_not_there_is_reported_with_its_address(
-    server: "contextlib.AbstractAsyncContextManager[int]", name: str, problem: str, fix: str
+    server: Callable[[], contextlib.AbstractAsyncContextManager[int]],
+    name: str,
+    problem: str,
+    fix: str,
 ) -> None:
     events: list[str] = []
 
     async def scene() -> None:
-        async with server() as port:  # type: ignore[operator]
+        async with server() as port:
             where.append(f"127.0.0.1:{port}: ")
             await join(code_for(port, LOOPBACK), events=events, patience_s=0.5, name=name)
 
@@ -69,7 +73,7 @@ def test_the_host_may_come_later_than_the_machine(monkeypatch: pytest.MonkeyPatc
     real = client.open_verified
     tries = 0
 
-    async def nobody_at_first(address: str, port: int, pin: bytes) -> client.Stream:
+    async def nobody_at_first(address: str, port: int, pin: bytes) -> Stream:
         nonlocal tries
         tries += 1
         if tries == 1:
