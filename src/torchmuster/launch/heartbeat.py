@@ -22,6 +22,13 @@ class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):
     shapes: str = ""  # of the inputs: [4, 5] [7]
     dtype: str = ""  # Float, BFloat16
 
+    @property
+    def text(self) -> str:
+        """The call as text: ``all_reduce of Float [1024]``."""
+        if not self.shapes:
+            return self.operation
+        return f"{self.operation} of " + f"{self.dtype} {self.shapes}".strip()
+
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is doing.

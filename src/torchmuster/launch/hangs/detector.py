@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torchmuster.finding import Finding
 from torchmuster.launch.hangs import messages
-from torchmuster.launch.hangs.flight_recorder import DEFAULT_GROUP, SAME_SHAPES
+from torchmuster.launch.hangs.flight_recorder import DEFAULT_GROUP, can_be_same
 from torchmuster.launch.hangs.observation import Hang, HangKind, Observation, progress_of
 from torchmuster.launch.heartbeat import Heartbeat, PendingCollective
 
@@ -126,13 +126,7 @@ def _different_calls(ranks: Sequence[Observation]) -> list[Observation]:
             for call in rank.heartbeat.waits:
                 calls.setdefault((call.group, call.number), {})[rank.rank] = call
     for by_rank in calls.values():
-        operations: set[str] = set()
-        inputs: set[tuple[str, str]] = set()
-        for call in by_rank.values():
-            operations.add(call.operation)
-            if call.shapes:
-                inputs.add((call.shapes, call.dtype))
-        if len(operations) > 1 or (operations <= SAME_SHAPES and len(inputs) > 1):
+        if not can_be_same(by_rank.values()):
             return [rank for rank in ranks if rank.rank in by_rank]
     return []
 

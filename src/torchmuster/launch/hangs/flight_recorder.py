@@ -5,13 +5,16 @@ the one in which the ranks hang, which ``detector.py`` finds by their heartbeats
 the same fields.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from torchmuster import untrusted
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import torch_private
+from torchmuster.launch.heartbeat import PendingCollective
+from torchmuster.launch.rank.collectives import pending_collective
 from torchmuster.units import plural, rank_text
 
 DEFAULT_GROUP = "0"  # the name of the default process group
@@ -32,38 +35,13 @@ SAME_SHAPES = frozenset(
     | {"all_reduce_coalesced", *torch_private.SAME_SHAPES}
 )
 _CALLS_SHOWN = 4
-_SHAPES_SHOWN = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedCall:
-    """One collective as one rank called it, the ``number``-th of its group."""
-
-    number: int
-    operation: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The call as text: ``all_reduce of Float [1024]``."""
-        if not self.shapes:
-            return self.operation
-        inputs = [str(list(shape)) for shape in self.shapes[:_SHAPES_SHOWN]]
-        text = f"{self.operation} of {' '.join([*self.dtypes[:1], ', '.join(inputs)])}"
-        if len(self.shapes) > _SHAPES_SHOWN:
-            text += f" and {len(self.shapes) - _SHAPES_SHOWN} more"
-        return text
-
-    def fits(self, other: "RecordedCall") -> bool:
-        """Return whether two ranks' calls can be the same collective; unknown shapes fit."""
-        if self.operation != other.operation:
-            return False
-        if self.operation not in SAME_SHAPES:
-            return True
-        same_shapes = not self.shapes or not other.shapes or self.shapes == other.shapes
-        same_dtypes = not self.dtypes or not other.dtypes or self.dtypes == other.dtypes
-        return same_shapes and same_dtypes
+def can_be_same(calls: Collection[PendingCollective]) -> bool:
+    """Return whether the calls of several ranks can be the same collective; unknown shapes fit."""
+    operations = {call.operation for call in calls}
+    inputs = {(call.shapes, call.dtype) for call in calls if call.shapes}
+    return len(operations) == 1 and (len(inputs) <= 1 or not operations <= SAME_SHAPES)
 
 
 def read_flight_record(text: str | bytes) -> dict[str, Any]:
@@ -83,27 +61,21 @@ def analyse_flight_records(dumps: Mapping[int, Mapping[str, Any]]) -> list[Findi
     ranks = sorted(dumps)
     if dumps and all(dump.get("entries") == [] for dump in dumps.values()):
         return [_not_visible(ranks)]
-    groups: dict[str, dict[int, dict[int, RecordedCall]]] = {}  # by number, then by rank
-    labels: dict[str, str] = {}
+    calls: dict[
+        tuple[str, int], dict[int, PendingCollective]
+    ] = {}  # by group and number, then by rank
     for rank in ranks:
         entries = dumps[rank].get("entries")
         for entry in entries if isinstance(entries, list) else ():
             call = _call_of(entry)
-            if call is None:
-                continue
-            # The name is the same on all ranks, the description may not be.
-            name, description = _group_of(entry)
-            labels[name] = "" if name == DEFAULT_GROUP else f" of the group {description or name}"
-            groups.setdefault(name, {}).setdefault(call.number, {})[rank] = call
-    findings = []
-    for name, by_number in groups.items():
-        for number in sorted(by_number):
-            calls = by_number[number]
-            first = next(iter(calls.values()))
-            if not all(first.fits(call) for call in calls.values()):
-                findings.append(_difference(number, calls, labels[name]))
-                break
-    return findings
+            if call is not None:
+                calls.setdefault((call.group, call.number), {})[rank] = call
+    findings: dict[str, Finding] = {}  # the first difference in each group
+    for group, number in sorted(calls):
+        by_rank = calls[group, number]
+        if group not in findings and not can_be_same(by_rank.values()):
+            findings[group] = _difference(number, by_rank)
+    return list(findings.values())
 
 
 def _not_visible(ranks: Sequence[int]) -> Finding:
@@ -116,7 +88,7 @@ def _not_visible(ranks: Sequence[int]) -> Finding:
     )
 
 
-def _difference(number: int, calls: Mapping[int, RecordedCall], label: str) -> Finding:
+def _difference(number: int, calls: Mapping[int, PendingCollective]) -> Finding:
     ranks_of: dict[str, list[int]] = {}
     operations: set[str] = set()
     for rank, call in calls.items():
@@ -135,42 +107,19 @@ def _difference(number: int, calls: Mapping[int, RecordedCall], label: str) -> F
     return Finding(
         name="collectives-differ",
         status=Status.FAILURE,
-        what=f"collective number {number}{label} differs between ranks: {'; '.join(parts)}",
+        what=f"collective number {number} differs between ranks: {'; '.join(parts)}",
         why=f"collectives are matched in the order in which each rank calls them; {why}",
         fix=fix,
         evidence=evidence,
     )
 
 
-def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Return name and description of an entry's group."""
-    group = entry.get("process_group")
-    parts = list(map(str, group)) if isinstance(group, list | tuple) else []
-    if not parts:
-        return str(entry.get("pg_id", "")), ""
-    description = parts[1] if len(parts) > 1 else ""
-    return parts[0], "" if description == "undefined" else description
-
-
-def _call_of(entry: object) -> RecordedCall | None:
+def _call_of(entry: object) -> PendingCollective | None:
     """Return the collective of an entry; None for point-to-point messages, which have no common number."""
     if not isinstance(entry, dict) or entry.get("is_p2p"):
         return None
-    number, name = entry.get("collective_seq_id"), entry.get("profiling_name")
-    if not isinstance(number, int) or not isinstance(name, str):
+    try:
+        call = pending_collective(str(entry["process_group"][0]), entry)
+        return msgspec.convert(call, PendingCollective)
+    except (LookupError, TypeError, AttributeError, msgspec.ValidationError):
         return None
-    dtypes = entry.get("input_dtypes")
-    return RecordedCall(
-        number=number,
-        operation=name.partition(":")[2] or name,
-        shapes=_shapes(entry.get("input_sizes")),
-        dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else (),
-    )
-
-
-def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
-    shapes = []
-    for shape in value if isinstance(value, list) else ():
-        if isinstance(shape, list):
-            shapes.append(tuple(size for size in shape if isinstance(size, int)))
-    return tuple(shapes)

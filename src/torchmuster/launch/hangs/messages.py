@@ -206,7 +206,5 @@ def _operation(rank: Observation) -> str:
 
 def _call(rank: Observation) -> str:
     """Return what a rank called: ``all_reduce of Float [1024]``."""
-    pending = rank.heartbeat.waits[:1]
-    if not pending or not pending[0].shapes:
-        return _operation(rank)
-    return f"{_operation(rank)} of " + f"{pending[0].dtype} {pending[0].shapes}".strip()
+    waits = rank.heartbeat.waits
+    return waits[0].text if waits else _operation(rank)

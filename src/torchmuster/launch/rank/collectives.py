@@ -83,7 +83,7 @@ def read_progress(*, main_waits_for_thread: bool) -> CollectiveProgress:
                 unfinished.append(entry)
         if unfinished:
             oldest = min(unfinished, key=lambda entry: entry["collective_seq_id"])
-            waits.append(_pending_collective(group, oldest))
+            waits.append(pending_collective(group, oldest))
     return CollectiveProgress(begun=begun, waits=waits, worker=worker)
 
 
@@ -165,7 +165,8 @@ def _is_done(entry: Entry) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
-def _pending_collective(group: str, entry: Entry) -> dict[str, Any]:
+def pending_collective(group: str, entry: Entry) -> dict[str, Any]:
+    """Return an entry of a recorder as a ``PendingCollective``."""
     return {
         "group": group,
         "number": entry["collective_seq_id"],

@@ -46,7 +46,7 @@ def entry(name: str, shape: list[int], number: int, group: str, **more: object) 
         "collective_seq_id": number,
         "p2p_seq_id": 0,
         "is_p2p": False,
-        "process_group": [group, "default_pg" if group == "0" else "undefined"],
+        "process_group": [group, "default_pg"],
         "input_sizes": [shape] if shape else [],
         "input_dtypes": ["Float"] if shape else [],
         **more,
