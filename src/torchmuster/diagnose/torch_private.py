@@ -2,15 +2,9 @@
 
 from typing import Any
 
-from torchmuster.torch_internals import PrivateName
-
-NAMES = (
-    PrivateName(
-        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "count the collectives that a rank has begun, to name the ranks that a hanging check waits for",
-        without="a hanging check names no rank",
-    ),
-)
+# Private names, and what each is for:
+# - torch.distributed.ProcessGroup._get_sequence_number_for_group: count the collectives that a rank has begun, to
+#   name the ranks that a hanging check waits for; without it, a hanging check names no rank
 
 
 def collectives_begun(group: Any) -> int:

@@ -1,22 +1,11 @@
 """The private names of torch that labs use."""
 
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmuster.torch_internals import PrivateName, require
-
-NAMES = (
-    PrivateName(
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "record the operations of the learner's code",
-    ),
-    PrivateName(
-        "torch.nn.Module._forward_hooks",
-        "check whether the learner's code left hooks in a model",
-    ),
-)
-require(NAMES)
-
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+# Private names, and what each is for:
+# - torch.utils._python_dispatch.TorchDispatchMode: record the operations of the learner's code
+# - torch.nn.Module._forward_hooks: check whether the learner's code left hooks in a model
 
 __all__ = ["TorchDispatchMode", "forward_hooks"]
 

@@ -5,65 +5,28 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchmuster.torch_internals import PrivateName
-
-NAMES = (
-    PrivateName(
-        "torch.autograd.graph._engine_run_backward",
-        "recognize the backward pass in a rank's stack",
-        without="the phase of a hanging rank is not reported",
-    ),
-    PrivateName(
-        "torch.nn.Module._call_impl",
-        "recognize the forward pass in a rank's stack",
-        without="the phase of a hanging rank is not reported",
-    ),
-    PrivateName(
-        "torch._dynamo",
-        "recognize compilation in a rank's stack",
-        without="the phase of a hanging rank is not reported",
-    ),
-    PrivateName(
-        "torch._inductor",
-        "recognize compilation in a rank's stack",
-        without="the phase of a hanging rank is not reported",
-    ),
-    PrivateName(
-        "torch.distributed.ProcessGroup._broadcast_oop",
-        "identify recorded collectives that need the same shapes on all ranks",
-        without="ranks with different shapes are not reported",
-    ),
-    PrivateName(
-        "torch.distributed.ProcessGroup._all_gather_base",
-        "identify recorded collectives that need the same shapes on all ranks",
-        without="ranks with different shapes are not reported",
-    ),
-    PrivateName(
-        "torch.distributed.ProcessGroup._reduce_scatter_base",
-        "identify recorded collectives that need the same shapes on all ranks",
-        without="ranks with different shapes are not reported",
-    ),
-    PrivateName(
-        "torch._C._distributed_c10d._dump_fr_trace_json",
-        "read the flight recorder of gloo's collectives, and from torch 2.15 on of every backend's",
-        without="hangs are reported without the collective that ranks wait in",
-    ),
-    PrivateName(
-        "torch._C._distributed_c10d._dump_nccl_trace_json",
-        "read the flight recorder of NCCL's collectives",
-        without="the same as for gloo; builds without NCCL do not have this name",
-    ),
-    PrivateName(
-        "torch.utils.data._utils.worker._worker_loop",
-        "recognize a data loader worker that waits for its next batch",
-        without="`muster hang` also shows the stacks of idle workers",
-    ),
-    PrivateName(
-        "torch.distributed.distributed_c10d._world",
-        "list all process groups of a rank, even before their first collective",
-        without="a group is known only after its first collective",
-    ),
-)
+# Private names, and what each is for:
+# - torch.autograd.graph._engine_run_backward: recognize the backward pass in a rank's stack; without it, the phase
+#   of a hanging rank is not reported
+# - torch.nn.Module._call_impl: recognize the forward pass in a rank's stack; without it, the phase of a hanging
+#   rank is not reported
+# - torch._dynamo: recognize compilation in a rank's stack; without it, the phase of a hanging rank is not reported
+# - torch._inductor: recognize compilation in a rank's stack; without it, the phase of a hanging rank is not
+#   reported
+# - torch.distributed.ProcessGroup._broadcast_oop: identify recorded collectives that need the same shapes on all
+#   ranks; without it, ranks with different shapes are not reported
+# - torch.distributed.ProcessGroup._all_gather_base: identify recorded collectives that need the same shapes on all
+#   ranks; without it, ranks with different shapes are not reported
+# - torch.distributed.ProcessGroup._reduce_scatter_base: identify recorded collectives that need the same shapes on
+#   all ranks; without it, ranks with different shapes are not reported
+# - torch._C._distributed_c10d._dump_fr_trace_json: read the flight recorder of gloo's collectives, and from torch
+#   2.15 on of every backend's; without it, hangs are reported without the collective that ranks wait in
+# - torch._C._distributed_c10d._dump_nccl_trace_json: read the flight recorder of NCCL's collectives; without it,
+#   the same as for gloo; builds without NCCL do not have this name
+# - torch.utils.data._utils.worker._worker_loop: recognize a data loader worker that waits for its next batch;
+#   without it, `muster hang` also shows the stacks of idle workers
+# - torch.distributed.distributed_c10d._world: list all process groups of a rank, even before their first
+#   collective; without it, a group is known only after its first collective
 
 # Functions and folders of torch in the stack of a rank.
 BACKWARD, CALL_MODULE = "_engine_run_backward", "_call_impl"

@@ -6,79 +6,42 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from torchmuster.torch_internals import PrivateName, require
-
-_aten = torch.ops.aten
-
-NAMES = (
-    PrivateName(
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "run training steps on fake tensors (shapes without memory), as torch.compile does",
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.unset_fake_temporarily",
-        "compute with real values within such a step",
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "name the operation of a model that needs tensor values",
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "name the operation of a model whose output shape depends on tensor values",
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.UnsupportedOperatorException",
-        "name the operation of a model that cannot run on tensors without memory",
-    ),
-    PrivateName(
-        "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-        "ignore the full-size tensors with which DTensor computes shapes",
-    ),
-    PrivateName("torch._C._current_graph_task_id", "detect that a backward is running"),
-    PrivateName(
-        "torch._C._current_autograd_node", "identify the operation whose backward is running"
-    ),
-    PrivateName(
-        "torch.autograd.graph.Node._sequence_nr", "distinguish the backwards of operations"
-    ),
-    PrivateName(
-        "torch.distributed.Reducer._rebuild_buckets",
-        "prevent DDP from rebuilding its buckets after the first step, which reads tensor values",
-    ),
-    PrivateName(
-        "torch.UntypedStorage._cdata", "distinguish storages, including those without memory"
-    ),
-    PrivateName("torch.nn.Module._parameters", "replace a parameter by one without memory"),
-    PrivateName("torch.nn.Module._buffers", "replace a buffer by one without memory"),
-    PrivateName(
-        "torch.ops.aten._local_scalar_dense",
-        "supply a value that the training code reads, such as a loss",
-    ),
-    PrivateName(
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "count the FLOPs of attention",
-    ),
-    PrivateName(
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        "count the FLOPs and memory of attention's backward",
-    ),
-    PrivateName(
-        "torch.ops.aten._native_batch_norm_legit",
-        "correct the dtype of the statistics of batch normalization",
-    ),
-)
-require(NAMES)
-
-from torch._subclasses.fake_tensor import (  # noqa: E402
+from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch._subclasses.fake_tensor import unset_fake_temporarily as with_memory  # noqa: E402
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily as with_memory
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+# Private names, and what each is for:
+# - torch._subclasses.fake_tensor.FakeTensorMode: run training steps on fake tensors (shapes without memory), as
+#   torch.compile does
+# - torch._subclasses.fake_tensor.unset_fake_temporarily: compute with real values within such a step
+# - torch._subclasses.fake_tensor.DataDependentOutputException: name the operation of a model that needs tensor
+#   values
+# - torch._subclasses.fake_tensor.DynamicOutputShapeException: name the operation of a model whose output shape
+#   depends on tensor values
+# - torch._subclasses.fake_tensor.UnsupportedOperatorException: name the operation of a model that cannot run on
+#   tensors without memory
+# - torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached: ignore the
+#   full-size tensors with which DTensor computes shapes
+# - torch._C._current_graph_task_id: detect that a backward is running
+# - torch._C._current_autograd_node: identify the operation whose backward is running
+# - torch.autograd.graph.Node._sequence_nr: distinguish the backwards of operations
+# - torch.distributed.Reducer._rebuild_buckets: prevent DDP from rebuilding its buckets after the first step, which
+#   reads tensor values
+# - torch.UntypedStorage._cdata: distinguish storages, including those without memory
+# - torch.nn.Module._parameters: replace a parameter by one without memory
+# - torch.nn.Module._buffers: replace a buffer by one without memory
+# - torch.ops.aten._local_scalar_dense: supply a value that the training code reads, such as a loss
+# - torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count the FLOPs of attention
+# - torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: count the FLOPs and memory of attention's
+#   backward
+# - torch.ops.aten._native_batch_norm_legit: correct the dtype of the statistics of batch normalization
+
+_aten = torch.ops.aten
 
 __all__ = ["FakeTensorMode", "with_memory"]
 

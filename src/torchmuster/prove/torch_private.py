@@ -1,15 +1,8 @@
 """The private name of torch that prove uses."""
 
-from torchmuster.torch_internals import PrivateName, require
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-NAMES = (
-    PrivateName(
-        "torch.utils.data.dataloader._BaseDataLoaderIter",
-        "follow the batches that a script reads",
-    ),
-)
-require(NAMES)
-
-from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator  # noqa: E402
+# Private names, and what each is for:
+# - torch.utils.data.dataloader._BaseDataLoaderIter: follow the batches that a script reads
 
 __all__ = ["LoaderIterator"]

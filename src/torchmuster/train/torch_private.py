@@ -5,89 +5,39 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from torchmuster.torch_internals import PrivateName, require
-
-NAMES = (
-    PrivateName(
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "intercept and count every operation",
-    ),
-    PrivateName(
-        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-        "leave the wrapper of torch.compile out of the names of parameters",
-        without="the names of a compiled model's parameters have a prefix",
-    ),
-    PrivateName(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module",
-        "remove the prefix that torch's checkpoint wrapper adds to parameter names",
-        without="parameter names are shown with the prefix",
-    ),
-    PrivateName(
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "keep the results of attention in selective recomputation",
-        without="attention is recomputed",
-    ),
-    PrivateName(
-        "torch.ops.aten._scaled_dot_product_flash_attention",
-        "keep the results of attention in selective recomputation",
-        without="attention is recomputed",
-    ),
-    PrivateName(
-        "torch.ops.aten._scaled_dot_product_efficient_attention",
-        "keep the results of attention in selective recomputation",
-        without="attention is recomputed",
-    ),
-    PrivateName(
-        "torch.ops.aten._scaled_dot_product_cudnn_attention",
-        "keep the results of attention in selective recomputation",
-        without="attention is recomputed",
-    ),
-    PrivateName(
-        "torch._amp_foreach_non_finite_check_and_unscale_",
-        "find non-finite gradients in one call, as torch's GradScaler does",
-        without="the largest gradient is checked instead, which takes up to five times as long",
-    ),
-    PrivateName(
-        "torch._foreach_mul_",
-        "multiply all gradients in one call",
-        without="gradients are multiplied one by one",
-    ),
-    PrivateName(
-        "torch.Tensor._base",
-        "distinguish views from tensors with their own memory when a plan traces a backward",
-        without="plans overestimate accumulated gradients slightly",
-    ),
-    PrivateName(
-        "torch.Tensor._values",
-        "read the values of a sparse gradient without waiting for the device",
-        without="the gradient is coalesced first",
-    ),
-    PrivateName(
-        "torch.utils.data.DataLoader._iterator",
-        "stop loader workers while other objects still refer to their epoch",
-        without="the workers stop when the last reference is gone",
-    ),
-    PrivateName(
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        "stop loader workers while other objects still refer to their epoch",
-        without="the workers stop when the last reference is gone",
-    ),
-    PrivateName(
-        "torch.nn.parallel.DistributedDataParallel._set_ddp_runtime_logging_sample_rate",
-        "set how often DDP measures communication",
-        without="DDP's share of communication is not reported",
-    ),
-    PrivateName(
-        "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data",
-        "read how long DDP waited for communication",
-        without="DDP's share of communication is not reported",
-    ),
-)
-require(NAMES)
-
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+# Private names, and what each is for:
+# - torch.utils._python_dispatch.TorchDispatchMode: intercept and count every operation
+# - torch._dynamo.eval_frame.OptimizedModule._orig_mod: leave the wrapper of torch.compile out of the names of
+#   parameters; without it, the names of a compiled model's parameters have a prefix
+# - torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper._checkpoint_wrapped_module: remove
+#   the prefix that torch's checkpoint wrapper adds to parameter names; without it, parameter names are shown with
+#   the prefix
+# - torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: keep the results of attention in selective
+#   recomputation; without it, attention is recomputed
+# - torch.ops.aten._scaled_dot_product_flash_attention: keep the results of attention in selective recomputation;
+#   without it, attention is recomputed
+# - torch.ops.aten._scaled_dot_product_efficient_attention: keep the results of attention in selective
+#   recomputation; without it, attention is recomputed
+# - torch.ops.aten._scaled_dot_product_cudnn_attention: keep the results of attention in selective recomputation;
+#   without it, attention is recomputed
+# - torch._amp_foreach_non_finite_check_and_unscale_: find non-finite gradients in one call, as torch's GradScaler
+#   does; without it, the largest gradient is checked instead, which takes up to five times as long
+# - torch._foreach_mul_: multiply all gradients in one call; without it, gradients are multiplied one by one
+# - torch.Tensor._base: distinguish views from tensors with their own memory when a plan traces a backward; without
+#   it, plans overestimate accumulated gradients slightly
+# - torch.Tensor._values: read the values of a sparse gradient without waiting for the device; without it, the
+#   gradient is coalesced first
+# - torch.utils.data.DataLoader._iterator: stop loader workers while other objects still refer to their epoch;
+#   without it, the workers stop when the last reference is gone
+# - torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers: stop loader workers while other
+#   objects still refer to their epoch; without it, the workers stop when the last reference is gone
+# - torch.nn.parallel.DistributedDataParallel._set_ddp_runtime_logging_sample_rate: set how often DDP measures
+#   communication; without it, DDP's share of communication is not reported
+# - torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data: read how long DDP waited for communication;
+#   without it, DDP's share of communication is not reported
 
 __all__ = ["TorchDispatchMode"]
 
