@@ -56,7 +56,7 @@ def fine_tune(world: World, base: nn.Module) -> nn.Module:
     """Put adapters beside a model's layers, train them on capital letters, and say what that gave."""
     pieces, held_out = (in_capitals(one) for one in pieces_of_text(LENGTH))
     test_loader = BatchLoader(held_out, world, global_batch_size=16, shuffle=False)
-    model = add_lora(base, r=8, target_modules=BESIDE).value
+    model = add_lora(base, r=8, target_modules=BESIDE)
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     of_all = sum(one.numel() for one in model.parameters())
     before = evaluate(model, test_loader, measure, world)

@@ -9,8 +9,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, Result
-from ranks.conftest import Torchrun
-from ranks.launched import line_with
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import RunFolder, list_runs
 
@@ -119,22 +117,6 @@ def test_a_model_from_its_config_trains_alike_under_ddp_and_fsdp(
     assert len(ddp) == 6
     assert ddp[-1] < 0.9 * ddp[0]
     assert fsdp == pytest.approx(ddp, abs=1e-5)
-
-
-def test_under_torchrun(torchrun: Torchrun, folder: Path, snapshot: SnapshotAssertion) -> None:
-    (folder / "config.yaml").write_text(
-        "distributed: {num_gpus: 4}\nmodel: {build: 'own:model'}\ndata: {dataset: 'own:data'}\n"
-    )
-    words = ("--config", "config.yaml", "--device", "cpu", "--set", "train.epochs=2")
-    done = torchrun("-m", "torchmuster.worker", *words)
-    assert done.code == 0, done
-    (run,) = (folder / "runs").iterdir()  # nobody gave a folder, so one was made
-    assert len(losses(run)) == 2  # the first step, and the last
-    said = f"trained 4 steps, loss {losses(run)[-1]:.4g}; the weights are in runs/{run.name}/"
-    assert said in done.out
-    assert line_with(done.out, "distributed.num_gpus is 4", "2 ranks") == snapshot
-    assert "  epochs: 2  # --set train.epochs\n" in (run / "config.yaml").read_text()
-    assert (run / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from muster_command import Muster
 from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import proven_exports
-from torchmuster.checkpoints.export_check import MERGED, SIXTEEN_BITS
+from torchmuster.checkpoints.export_check import MERGED
 
 pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
 
@@ -75,7 +75,6 @@ def test_final_and_exports_are_checked(kind: str, run_ranks: RunRanks, tmp_path:
     exports: Exports = {
         "whole": {},
         "parts": {"most_in_a_file_bytes": 3000},
-        "half": {"dtype": "bfloat16"},
     }
     facts = prove(run_ranks, tmp_path, kind, exports=exports, fresh=kind != "vit")
     assert "error" not in facts
@@ -83,13 +82,13 @@ def test_final_and_exports_are_checked(kind: str, run_ranks: RunRanks, tmp_path:
     for name in exports:
         assert_checked(facts[name])
     final = tmp_path / "run" / "checkpoints" / "final"
-    written = [json.loads((one / "config.json").read_text()) for one in (final, tmp_path / "half")]
-    assert [one["dtype"] for one in written] == ["float32", "bfloat16"]
+    written = json.loads((final / "config.json").read_text())
+    assert written["dtype"] == "float32"
     named, _ = tiny_models.ARCHITECTURES[kind]
-    assert written[0]["architectures"] == ["ViTForImageClassification" if kind == "vit" else named]
+    assert written["architectures"] == ["ViTForImageClassification" if kind == "vit" else named]
     assert (tmp_path / "parts" / "model.safetensors.index.json").is_file()
     if kind == "vit":
-        assert list(written[0]["id2label"].values()) == list(tiny_models.CLASSES)
+        assert list(written["id2label"].values()) == list(tiny_models.CLASSES)
 
 
 @pytest.mark.nightly
@@ -100,19 +99,14 @@ def test_adapters_are_checked_alone_and_merged(
     settings = {"model.lora": "{r: 4}", "distributed.strategy": strategy}
     exports: Exports = {
         "adapter": {},
-        "half": {"dtype": "bfloat16"},
         "merged": {"merge": True},
-        "merged half": {"merge": True, "dtype": "bfloat16"},
     }
     facts = prove(run_ranks, tmp_path, "llama", settings=settings, exports=exports)
     assert "error" not in facts
     assert facts["final"].unchecked == ""
     assert_checked(facts["adapter"])
-    assert_checked(facts["half"])
     assert_same_logits(facts["merged"], MERGED)
-    assert_same_logits(facts["merged half"], SIXTEEN_BITS)
-    for name, dtype in (("merged", "float32"), ("merged half", "bfloat16")):
-        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.nightly

@@ -1,14 +1,12 @@
 """``muster bench data``: samples per second by number of loader workers.
 
 ``torchmuster.worker.reading`` measures, since building the data of settings belongs to training. A row
-has the time of one batch, the samples of all ranks in it, and whether the first batches differ from
-those without workers.
+has the time of one batch, and the samples of all ranks in it.
 """
 
 from collections.abc import Sequence
 
 from torchmuster.bench.result import Report, Row, Table
-from torchmuster.finding import Finding, Status
 from torchmuster.pages.charts import Bar, amount_text, bar_chart
 
 ENOUGH = 0.95  # of the best rate: fewer workers that reach it are preferred
@@ -40,7 +38,6 @@ def summarize(rows: Sequence[Row]) -> Report:
             )
         ],
         charts={"data": chart(rows)},
-        findings=[different_data(row) for row in rows if row.figures["different"]],
     )
 
 
@@ -59,14 +56,3 @@ def chart(rows: Sequence[Row]) -> str:
     for row in rows:
         bars.append(Bar(name=f"{row.labels['workers']} workers", parts={"": rate(row)}))
     return bar_chart("Reading data: samples per second, all ranks", "samples/s", bars)
-
-
-def different_data(row: Row) -> Finding:
-    """Return the failure of workers that read other data than the rank itself."""
-    return Finding(
-        name="data-different",
-        status=Status.FAILURE,
-        what=f"with {row.labels['workers']} workers the first batches differ from those without",
-        why="the data set is random without a seed, or its workers share a state",
-        fix="draw random numbers from torch, which is seeded for each sample",
-    )

@@ -32,11 +32,10 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class ExportCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder of weights to change and check."""
+    """A folder of weights to check, after a merge if that is requested."""
 
     folder: str
     merge: bool = False  # first merge the adapter in it into the base model
-    dtype: str | None = None  # first convert the weights to this dtype
     base_dtype: str = "float32"  # dtype of an adapter's base model in the run
 
 

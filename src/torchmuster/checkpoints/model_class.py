@@ -23,7 +23,7 @@ CAUSAL_LM = ModelClass(
     what="causal language model", auto="AutoModelForCausalLM", loss="language_model"
 )
 MASKED_LM = ModelClass(
-    what="masked language model", auto="AutoModelForMaskedLM", loss="masked_language_model"
+    what="masked language model", auto="AutoModelForMaskedLM", loss="classification"
 )
 SEQUENCE_CLASSIFICATION = ModelClass(
     what="text classifier", auto="AutoModelForSequenceClassification", loss="classification"

@@ -77,10 +77,6 @@ class ExportOptions(NameOptions):
         "LoRA: merge the adapter into the base model's weights (needs memory for the whole model)",
         default=False,
     )
-    dtype: str | None = flag(
-        "convert the weights (default: the dtype in the checkpoint)",
-        choices=("float32", "bfloat16", "float16"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +260,7 @@ def verify(options: VerifyOptions) -> int:
     """,
     examples=[
         "muster checkpoint export --to my-model",
-        "muster checkpoint export --merge --dtype bfloat16 --to my-model",
+        "muster checkpoint export --merge --to my-model",
     ],
 )
 def export(options: ExportOptions) -> int:
@@ -293,7 +289,6 @@ def export(options: ExportOptions) -> int:
             ExportCheck(
                 folder=str(folder),
                 merge=options.merge,
-                dtype=options.dtype,
                 base_dtype=(model and model.torch_dtype) or "float32",
             )
         )

@@ -32,7 +32,7 @@ _MAY_CHANGE = (
     "metrics.",
 )
 _LENGTHS = ("train.epochs", "train.steps")
-_ENDLESS = ("constant", "inverse_sqrt")  # these do not depend on the end
+_ENDLESS = ("constant",)  # these do not depend on the end
 # Time that a node agent may take to exit after the ranks' grace period.
 _BEYOND_GRACE_S = 10.0
 _KILLED_WITHIN_S = 5.0

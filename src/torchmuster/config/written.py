@@ -47,12 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings file (YAML)")
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="KEY=VALUE")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument(
-        "--run-folder",
-        type=Path,
-        metavar="DIR",
-        help="folder for checkpoints, metrics and weights (default: runs/…); a run in it is resumed",
-    )
 
 
 def _setting(text: str) -> Flag:

@@ -77,7 +77,7 @@ def choose_loss(loss: object) -> "Loss":
         known = loss_named(loss)
         if known is not None:
             return known
-        names = "cross_entropy, language_model, masked_language_model, classification"
+        names = "cross_entropy, language_model, classification"
         raise Impossible(f"loss={loss!r} is not a known loss", fix=f"use a function, or {names}")
     if isinstance(loss, nn.Module):
         criterion = loss

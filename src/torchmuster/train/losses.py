@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the conventional name
 from torch.utils.checkpoint import checkpoint
 
-from torchmuster.errors import Impossible
 from torchmuster.train.data.pytree import tensors_in
 
 Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]]
@@ -26,13 +25,6 @@ _WHOLE_ELEMENTS = 2**24
 
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the mean cross entropy of ``(inputs, targets)`` over the samples."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise Impossible(
-            "the loss cross_entropy needs batches of (inputs, targets), but this batch is "
-            f"{_kind_of(batch)}",
-            why="its dataset must return pairs: (input, class)",
-            fix="return pairs from the dataset, or set your own loss (model.loss: module:function)",
-        )
     inputs, targets = batch
     return F.cross_entropy(_logits(model(inputs)).float(), targets)
 
@@ -45,55 +37,24 @@ def language_model(
     A batch holds ``input_ids`` and optionally ``labels`` (the same ids at the same positions, -100
     for tokens to ignore), ``attention_mask`` and ``position_ids``.
     """
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise Impossible(
-            "the loss language_model needs batches with input_ids, but this batch is "
-            f"{_kind_of(batch)}",
-            why="its dataset must return dictionaries: {'input_ids': …, 'labels': …}",
-            fix="return such dictionaries, or set another loss (model.loss: cross_entropy or "
-            "module:function)",
-        )
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = _logits(model(**inputs))
     # Shift the labels and not the logits, which then need no copy.
     targets = torch.full_like(inputs["input_ids"], IGNORED)
     targets[:, :-1] = _labels(batch)[:, 1:]
-    count = (targets != IGNORED).sum()
-    return _summed(logits.flatten(0, 1), targets.flatten()), count
+    return _summed(logits, targets)
 
 
-def masked_language_model(
+def classification(
     model: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of the masked tokens, and their number.
+    """Return the summed cross entropy of ``labels``, and their number without those that are -100.
 
-    A batch holds ``input_ids`` with masked tokens and ``labels``: the original id at each masked
-    position, and -100 at all others.
+    A label is the class of a sample, or the id of a masked token at its position. The other
+    entries are the model's inputs: ``pixel_values``, or ``input_ids`` and ``attention_mask``.
     """
-    inputs, labels = _with_labels(batch, "masked_language_model")
-    logits = _logits(model(**inputs))
-    count = (labels != IGNORED).sum()
-    return _summed(logits.flatten(0, 1), labels.flatten()), count
-
-
-def classification(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean cross entropy over the samples of dictionaries with ``labels``.
-
-    The other entries are the model's inputs: ``pixel_values``, or ``input_ids`` and
-    ``attention_mask``. This is the loss of transformers for single-label classification.
-    """
-    inputs, labels = _with_labels(batch, "classification")
-    return F.cross_entropy(_logits(model(**inputs)).float(), labels)
-
-
-def _with_labels(batch: Any, loss: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    if not isinstance(batch, Mapping) or "labels" not in batch:
-        raise Impossible(
-            f"the loss {loss} needs batches with labels, but this batch is {_kind_of(batch)}",
-            why="its dataset must return dictionaries: {'labels': …, and the inputs of the model}",
-            fix="return such dictionaries, or set another loss (model.loss: module:function)",
-        )
-    return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return _summed(_logits(model(**inputs)), batch["labels"])
 
 
 def measured_loss(
@@ -116,7 +77,6 @@ def loss_named(name: str) -> Loss | None:
     known: dict[str, Loss] = {
         "cross_entropy": cross_entropy,
         "language_model": language_model,
-        "masked_language_model": masked_language_model,
         "classification": classification,
     }
     return known.get(name)
@@ -129,13 +89,16 @@ def _labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum over all targets that count, and their number."""
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    count = (targets != IGNORED).sum()
     rows = max(1, _WHOLE_ELEMENTS // logits.shape[-1])
     if len(logits) <= rows:
-        return _sum_of_part(logits, targets)
+        return _sum_of_part(logits, targets), count
     parts = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
     sums = [checkpoint(_sum_of_part, *part, use_reentrant=False) for part in parts]
-    return torch.stack(sums).sum()
+    return torch.stack(sums).sum(), count
 
 
 def _sum_of_part(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -143,20 +106,6 @@ def _sum_of_part(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    """Return the logits from a model's output."""
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor):
-        raise Impossible(
-            f"the model returned {_kind_of(output)}, but the loss needs logits",
-            why="the output must be a tensor of logits, or have a field 'logits'",
-            fix="return logits from the model, or set your own loss (model.loss: module:function)",
-        )
+    """Return the logits from a model's output: its field ``logits``, or the output itself."""
+    logits: torch.Tensor = getattr(output, "logits", output)
     return logits
-
-
-def _kind_of(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -15,16 +15,7 @@ ParameterGroup: TypeAlias = dict[str, Any]  # as torch's optimizers take it: par
 MakeOptimizer: TypeAlias = Callable[
     [list[nn.Parameter] | list[ParameterGroup]], torch.optim.Optimizer
 ]
-Shape = Literal[
-    "constant",
-    "linear",
-    "cosine",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-]
-# Their factors do not depend on the number of steps.
-ENDLESS: tuple[Shape, ...] = ("constant", "inverse_sqrt")
-_TIMESCALE = 10_000  # of inverse_sqrt without a warm-up, as in transformers
+Shape = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
 def parameter_groups(
@@ -32,26 +23,16 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Return the trained parameters of a model as groups with ``lr`` and ``weight_decay``.
 
-    The last group has a weight decay of 0: all parameters with fewer than two dimensions (biases,
-    the scales of norms) and all parameters of norm layers. The groups do not depend on the strategy.
+    The last group has a weight decay of 0: all parameters with fewer than two dimensions, which are
+    biases and the scales of norms. The groups do not depend on the strategy.
     """
-    plain = _norms_and_biases(model)
     decayed: ParameterGroup = {"params": [], "weight_decay": weight_decay, "lr": learning_rate}
     undecayed: ParameterGroup = {"params": [], "weight_decay": 0.0, "lr": learning_rate}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            group = undecayed if parameter in plain else decayed
+            group = undecayed if parameter.ndim < 2 else decayed
             group["params"].append(parameter)
     return [group for group in (decayed, undecayed) if group["params"]]
-
-
-def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
-    found = {parameter for parameter in model.parameters() if parameter.ndim < 2}
-    for module in model.modules():
-        # Models have their own classes: LlamaRMSNorm, T5LayerNorm.
-        if type(module).__name__.lower().endswith("norm"):
-            found.update(module.parameters(recurse=False))
-    return found
 
 
 def optimizer_named(
@@ -99,10 +80,7 @@ def schedule_factor(
         if shape == "warmup_stable_decay":
             factor = factor * (1.0 - min_factor) + min_factor
         return factor
-    if shape == "inverse_sqrt":
-        timescale = warmup_steps or _TIMESCALE
-        return 1.0 / math.sqrt((step + timescale - warmup_steps) / timescale)
-    if total_steps is None or shape in ENDLESS:
+    if total_steps is None or shape == "constant":
         return 1.0
     begin = warmup_steps
     if shape == "warmup_stable_decay" and decay_steps is not None:
@@ -127,21 +105,15 @@ def schedule(
 
     The names are transformers'; :func:`schedule_factor` describes the options.
     """
-    if shape not in get_args(Shape):
-        raise Impossible(
-            f"unknown schedule {shape!r}", fix=f"use one of {', '.join(get_args(Shape))}"
-        )
-    if total_steps is None and shape not in ENDLESS:
+    if total_steps is None and shape != "constant":
         raise Impossible(
             f"the schedule {shape!r} needs the number of steps, which is not known here",
             why="the length of a stream is known only at its end, and the decay ends with it",
-            fix="set the number of steps, or use the schedule 'constant' or 'inverse_sqrt'",
+            fix="set the number of steps, or use the schedule 'constant'",
         )
     if total_steps is not None and warmup_steps + (decay_steps or 0) > total_steps:
         raise Impossible(
-            f"a warm-up of {warmup_steps} steps does not fit in {total_steps} steps"
-            if not decay_steps
-            else f"a warm-up of {warmup_steps} steps and a decay of {decay_steps} steps do not fit in "
+            f"a warm-up of {warmup_steps} steps and a decay of {decay_steps or 0} do not fit in "
             f"{total_steps} steps",
             fix="use fewer warm-up steps, or more steps",
         )

@@ -134,7 +134,6 @@ class Trainer:
 
             self.best = evaluate.BestMetric(evaluation.best_metric, evaluation.best_mode)
         self.seed = seed
-        self._weights_seed = None if isinstance(model, nn.Module) else seed
         self.precision = arguments.choose_precision(precision, world)
         self._autocast = self.precision.value.autocast(world.device)
         self.strategy = arguments.choose_strategy(strategy, self.precision.value, model, world)
@@ -372,7 +371,6 @@ class Trainer:
                 loader=self.loader,
                 strategy=self.strategy.reason,
                 precision=self.precision.reason,
-                seed=self._weights_seed,
             )
         )
 

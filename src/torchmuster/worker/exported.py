@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from torchmuster.checkpoints.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from torchmuster.checkpoints.export_check import MERGED, SIXTEEN_BITS, CheckResult, ExportCheck
@@ -29,9 +28,9 @@ from torchmuster.checkpoints.model_class import choose_model_class, class_in_fol
 from torchmuster.checkpoints.store import decode_strictly
 from torchmuster.errors import MusterError
 from torchmuster.train.models import hugging_face
-from torchmuster.train.models.hugging_face import DTYPES, weights_dtype
+from torchmuster.train.models.hugging_face import weights_dtype
 from torchmuster.train.models.logits import fixed_batch, largest_difference, logits_of
-from torchmuster.train.weights import save_tensors, some_names
+from torchmuster.train.weights import some_names
 
 
 class Unchecked(Exception):
@@ -39,12 +38,12 @@ class Unchecked(Exception):
 
 
 def check_export(request: ExportCheck) -> CheckResult:
-    """Merge or convert the weights if requested, and check them; raise an error if they are wrong."""
+    """Merge the weights if requested, and check them; raise an error if they are wrong."""
     folder = Path(request.folder)
     expected = None
     if request.merge:
         try:
-            expected = merge(folder, dtype=request.base_dtype, written=request.dtype)
+            expected = merge(folder, dtype=request.base_dtype)
         except Unchecked as error:
             raise MusterError(
                 "cannot merge the adapter here",
@@ -52,15 +51,11 @@ def check_export(request: ExportCheck) -> CheckResult:
                 fix="export it without --merge, or run this on a machine that has the base model, "
                 "transformers and peft",
             ) from error
-    elif request.dtype is not None:
-        cast_weights(folder, request.dtype)
     try:
         check_names(folder)
         if expected is None:
             return CheckResult()
-        limit = SIXTEEN_BITS
-        if request.base_dtype == "float32" and request.dtype in (None, "float32"):
-            limit = MERGED
+        limit = MERGED if request.base_dtype == "float32" else SIXTEEN_BITS
         return CheckResult(difference=compare_logits(folder, expected, limit), limit=limit)
     except Unchecked as error:
         return CheckResult(unchecked=f"names not compared: {error}")
@@ -76,11 +71,10 @@ def check_names(folder: Path) -> None:
         raise Unchecked("there is no config.json, so no library can build the model")
 
 
-def merge(folder: Path, *, dtype: str, written: str | None = None) -> torch.Tensor:
+def merge(folder: Path, *, dtype: str) -> torch.Tensor:
     """Replace an adapter by the full model, merged into the base model's weights; return its logits.
 
-    The base model is loaded in ``dtype``; the result is converted to ``written`` if that is given.
-    The logits are those of the adapter on its base model, before the merge.
+    The base model is loaded in ``dtype``. The logits are those of the adapter on its base model, before the merge.
     """
     transformers = _library("transformers")
     check_names(folder)
@@ -89,8 +83,6 @@ def merge(folder: Path, *, dtype: str, written: str | None = None) -> torch.Tens
     model = _adapted(folder, dtype)
     expected = logits_of(model, _batch_for(model))
     merged = model.merge_and_unload(safe_merge=True)
-    if written is not None:
-        merged = merged.to(DTYPES[written])
     # transformers refuses to save an invalid generation config; keep the base model's file.
     merged.generation_config = transformers.GenerationConfig()
     merged.save_pretrained(folder, max_shard_size="2GB")
@@ -105,37 +97,6 @@ def merge(folder: Path, *, dtype: str, written: str | None = None) -> torch.Tens
     (folder / ADAPTER_CONFIG).unlink()
     (folder / ADAPTER_WEIGHTS).unlink()
     return expected
-
-
-def cast_weights(folder: Path, dtype: str) -> None:
-    """Convert the floating-point weights in a folder, one file at a time."""
-    total_bytes = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        for name, tensor in tensors.items():
-            tensors[name] = cast_tensor(name, tensor, dtype)
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        save_tensors(tensors, file)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = msgspec.json.decode(index.read_bytes())
-        content["metadata"]["total_size"] = total_bytes
-        index.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-    set_dtype(folder, dtype)
-
-
-def cast_tensor(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a tensor in another dtype; integers stay. Raise an error if a value overflows."""
-    if not tensor.is_floating_point():
-        return tensor
-    made = tensor.to(DTYPES[dtype])
-    if dtype == "float16" and bool((made.isinf() & tensor.isfinite()).any()):
-        raise MusterError(
-            f"{name} does not fit into float16",
-            why=f"its largest value is {float(tensor.abs().max()):.3g}; float16 ends at 65504",
-            fix="use --dtype bfloat16",
-        )
-    return made
 
 
 def compare_logits(folder: Path, expected: torch.Tensor, limit: float) -> float:

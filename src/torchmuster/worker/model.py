@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -15,21 +14,17 @@ from torchmuster.runfolder import RunFolder
 from torchmuster.train.data.tokenizers import Tokenizer, TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import recompute_blocks
-from torchmuster.train.models.factory import ModelRecipe, check_tokens, lost_updates
+from torchmuster.train.models.factory import ModelRecipe, check_tokens
 from torchmuster.train.models.meta_init import build_for, build_on_meta, build_whole
-from torchmuster.train.models.parameters import peft_config
+from torchmuster.train.models.parameters import parameter_counts, peft_config
 from torchmuster.train.precision import Precision
 from torchmuster.train.strategies import choose as strategies
 from torchmuster.train.strategies.sharding import Sharding
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.weights import replaced_folder
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
-from torchmuster.units import format_bytes
 from torchmuster.worker.data import TextData
 from torchmuster.worker.reporting import rank_zero_log
-
-_WORTH_A_LINE_BYTES = 2 * 10**9
-_OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 
 
 def recipe_of(settings: Settings) -> ModelRecipe:
@@ -57,28 +52,28 @@ def model_of(
     world: World,
 ) -> tuple[nn.Module, Decision[Strategy]]:
     """Return the model and its strategy; for fsdp, only rank 0's model has values."""
-    wanted, requested = settings.train, settings.distributed.strategy
+    wanted = settings.train
     recipe.check()
-    reasons: list[str] = []
-
-    def sketch() -> nn.Module:
-        made = recipe.sketch()
-        reasons[:] = [made.reason]
-        return made.value
-
-    sketched = build_on_meta(sketch)
+    sketched = build_on_meta(recipe.sketch)
     if text is not None:
         check_tokens(
             getattr(sketched, "config", None),
             vocabulary=text.format.tokenizer.vocabulary,
             sequence_length=text.format.sequence_length,
         )
-    sharding = _sharding(settings)
+    sharding = Sharding(
+        kind=settings.distributed.fsdp_sharding_strategy,
+        shard_size=settings.distributed.fsdp_shard_size,
+        cpu_offload=settings.distributed.fsdp_cpu_offload,
+    )
+    requested = None if sharding == Sharding() else sharding
     packed = lora.weights_for_4_bits(sketched) if recipe.load_in_4bit else ()
-    sizes = strategies.sizes_of(sketched, in_4_bits=packed)
-    memory = strategies.memory_of_each_rank(world)
     name = strategies.choose_strategy(
-        requested, ranks=world.world_size, sizes=sizes, memory_bytes=memory, sharding=sharding
+        settings.distributed.strategy,
+        ranks=world.world_size,
+        sizes=strategies.sizes_of(sketched, in_4_bits=packed),
+        memory_bytes=strategies.memory_of_each_rank(world),
+        sharding=requested,
     )
     is_sharded = name.value == "fsdp"
     if recipe.load_in_4bit:
@@ -86,38 +81,27 @@ def model_of(
         # are no parameters, so a rank could not receive them from rank 0.
         place = "cpu" if is_sharded else str(world.device)
         recipe = replace(recipe, compute=number_type.compute, device=place)
-        model = build_whole(lambda: recipe.model().value, seed=wanted.seed)
-        footprint: Any = model
-        size = format_bytes(footprint.get_memory_footprint())
-        reasons.append(f"the linear layers are loaded in 4 bits (nf4): the model takes {size}")
+        model = build_whole(recipe.model, seed=wanted.seed)
     else:
-        model = build_for(
-            name.value, lambda: recipe.model().value, world, seed=wanted.seed, sketch=sketched
+        model = build_for(name.value, recipe.model, world, seed=wanted.seed, sketch=sketched)
+    notes = recipe.reasons()
+    if recipe.lora is not None:
+        total, trained = parameter_counts(model)
+        notes.append(
+            f"LoRA rank {recipe.lora['r']}: {trained:,} of {total:,} parameters are trained"
         )
-    notes = [*recipe.reasons(), *reasons, lost_updates(model) if recipe.dtype == "auto" else ""]
     if wanted.activation_checkpointing != "none":
         notes.append(recompute_blocks(model, wanted.activation_checkpointing).reason)
-    for reason in filter(None, notes):
-        rank_zero_log(world, reason)
+    for note in notes:
+        rank_zero_log(world, note)
     strategy = strategies.build_strategy(
         name.value,
         world,
         precision=number_type,
-        sharding=sharding if is_sharded else None,
+        sharding=requested if is_sharded else None,
         find_unused_parameters=settings.distributed.find_unused_parameters,
     )
     return model, Decision(value=strategy, reason=name.reason)
-
-
-def _sharding(settings: Settings) -> Sharding | None:
-    """Return the requested fsdp options; None if the file only repeats the defaults."""
-    wanted = settings.distributed
-    sharding = Sharding(
-        kind=wanted.fsdp_sharding_strategy,
-        shard_size=wanted.fsdp_shard_size,
-        cpu_offload=wanted.fsdp_cpu_offload,
-    )
-    return None if sharding == Sharding() else sharding
 
 
 def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -> BaseModel | None:
@@ -130,31 +114,27 @@ def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     if files is None or not files.weights or not frozen:
         return None
-
-    def before(size_bytes: int) -> None:
-        if size_bytes >= _WORTH_A_LINE_BYTES:
-            rank_zero_log(world, f"hashing the base model's files, {format_bytes(size_bytes)}")
-
+    rank_zero_log(world, "hashing the files of the base model, whose frozen weights are not saved")
     cache = RunFolder(folder).base_model if world.is_first else None
-    found, problem = "", ""
+    found = problem = ""
     if world.local_rank == 0:
         try:
-            found = hash_weights(files.weights, cache=cache, before=before)
+            found = hash_weights(files.weights, cache=cache)
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = f"cannot read the files of {files.name}: {error.strerror or error}"
     reports = all_gather_object([found, problem], world)
-    for rank, (_, theirs) in enumerate(reports):
-        if theirs:
-            raise MusterError(f"rank {rank} cannot read the files of {files.name}", why=theirs)
-    rest = [rank for rank, (report, _) in enumerate(reports) if report not in ("", reports[0][0])]
-    if rest:
-        raise Impossible(
-            f"the hosts of rank 0 and rank {rest[0]} have different weights of {files.name}",
-            why="the SHA-256 of their files differ, and frozen weights are read on each host",
-            fix="copy or download the same files to all hosts",
-        )
+    first = reports[0][0]
+    for rank, (theirs, problem) in enumerate(reports):
+        if problem:
+            raise MusterError(f"rank {rank} {problem}")
+        if theirs not in ("", first):  # frozen weights are read on each host
+            raise Impossible(
+                f"the hosts of rank 0 and rank {rank} have different weights of {files.name}",
+                why="the SHA-256 of their files differ",
+                fix="copy or download the same files to all hosts",
+            )
     dtype = "nf4" if recipe.load_in_4bit else recipe.dtype
-    return BaseModel(name=files.name, revision=files.revision, dtype=dtype, sha256=reports[0][0])
+    return BaseModel(name=files.name, revision=files.revision, dtype=dtype, sha256=first)
 
 
 def write_model_files(
@@ -172,28 +152,11 @@ def write_model_files(
                     # Next to a config.json, an adapter would be taken for a whole model.
                     (unfinished / "config.json").unlink(missing_ok=True)
                     peft_config(model).save_pretrained(unfinished)
-                _save_tokenizer(unfinished, recipe, tokenizer, world)
+                if isinstance(tokenizer, TransformersTokenizer):
+                    tokenizer.save(unfinished)
         except OSError as error:
             raise MusterError(
                 f"cannot write the model's config and tokenizer to {folder}",
                 why=error.strerror or str(error),
                 fix="free disk space there, or use another folder for runs",
             ) from error
-
-
-def _save_tokenizer(
-    folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, world: World
-) -> None:
-    """Save the tokenizer used in training, else the one in the model's folder."""
-    if isinstance(tokenizer, TransformersTokenizer):
-        tokenizer.save(folder)
-        return
-    source = None if recipe.files is None else recipe.files.folder
-    if source is None or not any(any(source.glob(kind)) for kind in _OF_TOKENIZERS):
-        return
-    try:
-        hugging_face.save_tokenizer(hugging_face.load_tokenizer(str(source)), folder)
-    except Impossible as error:
-        rank_zero_log(
-            world, f"no tokenizer will be saved with the weights: {error.what} ({error.why})"
-        )

@@ -1,12 +1,11 @@
 """Train from settings: build the parts, resume from a checkpoint, train, and write the weights."""
 
-import shutil
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -19,21 +18,20 @@ from torchmuster.config.training import (
     warmup_steps_of,
 )
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding, Status, render
-from torchmuster.runfolder import RunFolder, is_no_room
+from torchmuster.runfolder import RunFolder
 from torchmuster.train import losses, optimizers, precision
-from torchmuster.train.checkpointing.policy import RETRY_EVERY_S, CheckpointSettings
+from torchmuster.train.checkpointing.policy import CheckpointSettings
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.models import factory, lora
-from torchmuster.train.models.factory import ModelRecipe, with_weights_of
+from torchmuster.train.models.factory import ModelRecipe
 from torchmuster.train.out_of_memory import oom_report
 from torchmuster.train.progress import progress
 from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import seed_everything
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.trainer import Trainer
-from torchmuster.train.weights import WeightsNotWritten, compare_hashes, save_weights
+from torchmuster.train.weights import compare_hashes, save_weights
 from torchmuster.train.world import World, all_gather_object, rank_zero_first
 from torchmuster.units import parse_seconds, plural
 from torchmuster.worker.data import (
@@ -125,7 +123,6 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
         if saving is not None:
             saving = replace(saving, base=base_of(recipe, model, world, folder))
         loss = _training_loss(settings, recipe, text)
-        computed = with_weights_of(model, computed)
         trainer = Trainer(
             world=world,
             model=model,
@@ -200,9 +197,9 @@ def _resumed_batch_size(saving: CheckpointSettings, world: World) -> int | None:
 
 def _training_loss(settings: Settings, recipe: ModelRecipe, text: TextData | None) -> losses.Loss:
     name = settings.model.loss or recipe.usual_loss
-    if text is not None and name in ("masked_language_model", "classification"):
+    if text is not None and name == "classification":
         raise Impossible(
-            f"the loss {name} cannot be computed from rows of text",
+            "the loss classification cannot be computed from rows of text",
             why="; ".join(recipe.reasons()) + ". Rows of text have the next token as their label",
             fix="give data.dataset: module:function, which returns dictionaries with the inputs of "
             "the model and labels; or train another model",
@@ -224,17 +221,7 @@ def _optimizer(wanted: Train) -> optimizers.MakeOptimizer:
             **(wanted.optimizer_options or {}),
         )
     make = factory.find_import(wanted.optimizer, "train.optimizer")
-
-    def made(groups: Any) -> torch.optim.Optimizer:
-        optimizer = make(groups, **(wanted.optimizer_options or {}))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise Impossible(
-                f"train.optimizer is {wanted.optimizer}, which returned a {type(optimizer).__name__}",
-                fix="return a torch.optim.Optimizer",
-            )
-        return optimizer
-
-    return made
+    return partial(make, **(wanted.optimizer_options or {}))
 
 
 def _schedule(
@@ -269,13 +256,11 @@ def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -
     """Write the trained weights, LoRA matrices or full model, with config and tokenizer; check them."""
     world, strategy = trainer.world, trainer.strategy.value
 
-    def write() -> dict[str, str]:
-        if recipe.lora is None:
-            return save_weights(trainer.model, strategy, place, world, beside=beside)
+    if recipe.lora is None:
+        hashes = save_weights(trainer.model, strategy, place, world, beside=beside)
+    else:
         state = strategy.state_dict(trainer.model)["model"]
-        return lora.save_adapters(trainer.model, state, place, world, beside=beside)
-
-    hashes = _until_written(write, world)
+        hashes = lora.save_adapters(trainer.model, state, place, world, beside=beside)
     with rank_zero_first(world):
         if world.is_first:
             progress.phase = "checking the weights"
@@ -283,35 +268,8 @@ def _save(trainer: Trainer, recipe: ModelRecipe, place: Path, *, beside: Path) -
             progress.phase = ""
 
 
-def _until_written(write: Callable[[], dict[str, str]], world: World) -> dict[str, str]:
-    """Write the final weights; while the disk refuses them, wait and try again on all ranks.
-
-    Restarting instead would train again from the last checkpoint onto the same disk.
-    """
-    while True:
-        try:
-            return write()
-        except WeightsNotWritten as error:  # the same on all ranks
-            if not is_no_room(error.why):
-                raise
-            progress.phase = "waiting for disk space"
-            found = Finding(
-                name="weights-not-written",
-                status=Status.WARNING,
-                what=f"{error.what}; trying again in {RETRY_EVERY_S:.0f} s",
-                why=error.why,
-                fix=f"{error.fix}; the trained weights stay in memory until they are written",
-            )
-            rank_zero_log(world, render([found]))
-            time.sleep(RETRY_EVERY_S)
-            progress.phase = ""
-
-
 def _check_final(recipe: ModelRecipe, place: Path, hashes: dict[str, str]) -> str:
-    """Check the bits and the names of the final weights; return which checks were made.
-
-    Weights that are wrong stay, under a name that says so.
-    """
+    """Check the bits and the names of the final weights; return which checks were made."""
     try:
         count = compare_hashes(place, hashes)
         text = f"checked: {plural(count, 'tensor')} equal to those of the trained model"
@@ -322,12 +280,9 @@ def _check_final(recipe: ModelRecipe, place: Path, hashes: dict[str, str]) -> st
         )
         return f"{text}; {names.unchecked or 'their names are those of the model'}"
     except MusterError as error:
-        failed = place.with_name(f"{place.name}-failed-check")
-        shutil.rmtree(failed, ignore_errors=True)
-        place.rename(failed)
         raise MusterError(
-            error.what,
-            why=f"{error.why}; the weights are in {failed}",
+            f"do not use the weights in {place}: {error.what}",
+            why=error.why,
             fix=f"{error.fix}. The training state is saved: muster train --resume RUN writes the "
             "weights again",
         ) from error

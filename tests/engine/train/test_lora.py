@@ -1,11 +1,10 @@
-"""LoRA: only small matrices are trained, the targets are chosen with a reason, peft reads what is saved."""
+"""LoRA: only small matrices are trained, the targets are chosen, peft reads what is saved."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
@@ -53,35 +52,24 @@ def trained(model: nn.Module) -> set[str]:
     }
 
 
-def test_the_targets_of_a_known_kind_are_chosen_with_a_reason(snapshot: SnapshotAssertion) -> None:
+def test_the_targets_of_a_known_kind_are_chosen() -> None:
     adapted = add_lora(llama(), r=4)
-    assert "q_proj, v_proj" in adapted.reason
-    assert adapted.reason == snapshot
-    assert trained(adapted.value) == {"q_proj", "v_proj"}
-    config = peft_config(nn.Sequential(adapted.value))
+    assert trained(adapted) == {"q_proj", "v_proj"}
+    config = peft_config(nn.Sequential(adapted))
     assert (config.r, config.lora_alpha) == (4, 8)
 
 
-def test_all_linear_layers_and_layers_that_are_trained_whole(snapshot: SnapshotAssertion) -> None:
+def test_all_linear_layers_and_layers_that_are_trained_whole() -> None:
     adapted = add_lora(llama(), r=2, target_modules="all-linear", modules_to_save=["lm_head"])
-    assert adapted.reason == snapshot
-    of_lora = {name for name in trained(adapted.value) if not name.startswith("weight")}
+    of_lora = {name for name in trained(adapted) if not name.startswith("weight")}
     assert of_lora >= {*(f"{one}_proj" for one in "qkvo"), "gate_proj", "up_proj", "down_proj"}
-    with pytest.raises(Impossible) as error:
-        add_lora(llama(), r=2, modules_to_save=["lm_haed"])
-    assert "lm_haed" in error.value.why
-    assert " lm_head" in error.value.why
-    assert error.value == snapshot
 
 
-def test_targets_that_are_not_there_are_told_with_those_that_are(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_targets_that_are_not_there_are_told_with_those_that_are() -> None:
     with pytest.raises(Impossible) as error:
         add_lora(Two(), r=2, target_modules=["q_proj"])
     assert "q_proj" in error.value.why
     assert error.value.why.endswith(" first, second")
-    assert error.value == snapshot
 
 
 @pytest.mark.parametrize(
@@ -97,7 +85,7 @@ def test_peft_reads_what_is_saved(options: dict[str, Any], tmp_path: Path) -> No
     import peft
     import safetensors.torch
 
-    model = add_lora(llama(), r=2, **options).value
+    model = add_lora(llama(), r=2, **options)
     with torch.no_grad():
         for one in model.parameters():
             if one.requires_grad:

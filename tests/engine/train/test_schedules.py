@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from syrupy.assertion import SnapshotAssertion
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -24,7 +23,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.integrations]
     [
         ("linear", {}, {}),
         ("cosine", {}, {}),
-        ("inverse_sqrt", {}, {}),
         ("warmup_stable_decay", {"decay_steps": 8}, {"num_decay_steps": 8}),
         (
             "warmup_stable_decay",
@@ -81,14 +79,9 @@ def test_a_curve_goes_on_from_its_state_which_is_json() -> None:
     assert curve.get_last_lr() == [0.5]
 
 
-def test_what_cannot_be_a_curve_is_refused(snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible, match="'cosine'") as refusal:
+def test_what_cannot_be_a_curve_is_refused() -> None:
+    with pytest.raises(Impossible, match="'cosine'"):
         schedule(_optimizer(), "cosine", warmup_steps=3)
-    assert refusal.value == snapshot
     assert schedule(_optimizer(), "constant", warmup_steps=4).get_last_lr() == [0.5]
-    with pytest.raises(Impossible, match="9 steps") as refused:
+    with pytest.raises(Impossible, match="9 steps"):
         schedule(_optimizer(), "linear", warmup_steps=9, total_steps=8)
-    assert refused.value == snapshot
-    with pytest.raises(Impossible, match="'square'") as refused:
-        schedule(_optimizer(), "square")  # type: ignore[arg-type]
-    assert refused.value == snapshot

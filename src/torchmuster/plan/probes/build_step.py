@@ -229,10 +229,10 @@ def _sketch(recipe: ModelRecipe, compute: torch.dtype | None) -> nn.Module:
     LoRA is added after the layers are quantized, as peft's own depend on them.
     """
     if compute is None or recipe.lora is None:
-        return recipe.sketch().value
-    model = replace(recipe, lora=None).sketch().value
+        return recipe.sketch()
+    model = replace(recipe, lora=None).sketch()
     four_bit.replace_linear_layers(model, compute, whole=recipe.lora.get("modules_to_save") or ())
-    return lora.add_lora(model, **recipe.lora).value
+    return lora.add_lora(model, **recipe.lora)
 
 
 def _recipe(work: Work) -> ModelRecipe:

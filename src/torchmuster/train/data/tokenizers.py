@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torchmuster.errors import Impossible
-from torchmuster.train.models.hugging_face import load_tokenizer, save_tokenizer
+from torchmuster.train.models.hugging_face import load_tokenizer
 
 
 class ByteTokenizer:
@@ -47,7 +47,7 @@ class TransformersTokenizer:
 
     def save(self, folder: Path) -> None:
         """Save the tokenizer, so that ``AutoTokenizer.from_pretrained(folder)`` loads it."""
-        save_tokenizer(self.raw, folder)
+        self.raw.save_pretrained(folder)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""

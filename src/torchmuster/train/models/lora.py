@@ -1,6 +1,5 @@
 """LoRA and QLoRA through peft and bitsandbytes: train small matrices next to frozen weights."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from torchmuster.checkpoints.export import ADAPTER_WEIGHTS, name_in_adapter
-from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train.models.parameters import four_bit_layers, peft_config
 from torchmuster.train.weights import write_tensors
@@ -19,7 +17,7 @@ INSTALL = "pip install 'torchmuster[lora]'"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output
 
 
-def add_lora(model: nn.Module, *, r: int, **options: Any) -> Decision[nn.Module]:
+def add_lora(model: nn.Module, *, r: int, **options: Any) -> nn.Module:
     """Freeze a model and add matrices of rank ``r`` to some layers; only those are trained.
 
     ``options`` are those of ``peft.LoraConfig``, such as ``target_modules`` (names of layers, or all-linear),
@@ -41,40 +39,16 @@ def add_lora(model: nn.Module, *, r: int, **options: Any) -> Decision[nn.Module]
         options.setdefault("target_modules", ALL_LINEAR)
     if options.get("target_modules") == [ALL_LINEAR]:
         options["target_modules"] = ALL_LINEAR
-    layers = set()  # the last parts of the names of layers that have parameters of their own
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            layers.add(name.rpartition(".")[2])
-    whole = options.get("modules_to_save") or ()
-    paths = [path for path, _ in model.named_modules()]
-    # peft would ignore them.
-    unknown = [name for name in whole if not any(path.endswith(name) for path in paths)]
     try:
-        if unknown:
-            raise ValueError(f"modules_to_save has {', '.join(unknown)}")
-        with warnings.catch_warnings():
-            # peft 0.21 asks transformers 5.23 for an attribute by its old name.
-            warnings.simplefilter("ignore", FutureWarning)
-            # A trained copy of a tied layer is no longer tied, which the reason says.
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
-            adapted = peft.get_peft_model(model, peft.LoraConfig(r=r, **options))
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=r, **options))
     except (TypeError, ValueError) as error:
+        names = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()})
         raise Impossible(
             "peft refuses these options of LoRA",
-            why=f"{error}; the model's layers are {', '.join(sorted(layers))}",
+            why=f"{error}; the model's modules are {', '.join(names)}",
             fix="change model.lora; peft's documentation lists the options of LoraConfig",
         ) from error
-    targets = peft_config(adapted).target_modules
-    if not isinstance(targets, str):
-        # peft has replaced all-linear by the full names of all layers.
-        targets = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
-    if whole:
-        targets += f", {', '.join(sorted(whole))} whole"
-    trained, total = adapted.get_nb_trainable_parameters()
-    return Decision(
-        value=adapted,
-        reason=f"LoRA rank {r} on {targets}: {trained:,} of {total:,} parameters are trained",
-    )
+    return adapted
 
 
 def save_adapters(
