@@ -91,9 +91,10 @@ def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
 
 def _kill(process: BaseProcess) -> None:
     if process.pid is not None:
+        # The rank first: one that has just begun may otherwise set its process group and start a process after the group was killed.
+        process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
         process.join()
     process.close()
 
