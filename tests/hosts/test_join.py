@@ -75,23 +75,6 @@ def test_the_pasted_line_is_all_that_a_machine_needs(lab: Lab, tmp_path: Path) -
     assert not [path for path in tmp_path.rglob("*.*") if code in path.read_text(errors="replace")]
 
 
-@pytest.mark.nightly
-def test_machines_get_places_in_the_order_in_which_they_join(
-    make_lab: MakeLab, tmp_path: Path
-) -> None:
-    lab = make_lab(3, ssh=False)
-    first, second, third = lab.hosts
-    hosting = host_smoke(first, tmp_path, nodes=3)
-    early = start(third, ["join", code_of(hosting)], tmp_path)
-    hosting.wait_for("2 of 3 joined")
-    assert "machine 3 missing (" in hosting.text("err")
-    late = start(second, ["join", code_of(hosting)], tmp_path)
-    assert [hosting.end(), early.end(), late.end()] == [0, 0, 0]
-    lines = rank_lines(hosting)
-    assert "[rank 1] world_size=3 device=cpu hostname=node3" in lines
-    assert "[rank 2] world_size=3 device=cpu hostname=node2" in lines
-
-
 def test_codes_that_are_wrong_or_used_open_nothing(lab: Lab, tmp_path: Path) -> None:
     first, second = lab.hosts
     (tmp_path / "train.py").write_text(SMOKE_WHEN_TOLD)

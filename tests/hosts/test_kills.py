@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts.killing import SCRIPTS, Kill, Run, is_rank
+from hosts.killing import SCRIPTS, Kill, Run
 from hosts.lab import Lab
 from nightly import nightly_except
 
@@ -33,20 +33,12 @@ class Case:
 CASES = [
     Case(phase="calling", victim="launcher", host="node1", says=None),
     Case(phase="calling", victim="link", host="node1", says="node2"),
-    Case(phase="starting", victim="rank 1", says=_RANK),
-    Case(phase="starting", victim="store", host="node1", says=_STORE),
-    Case(phase="starting", victim="node agent", says=_NODE_AGENT),
-    Case(phase="starting", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="rank 1", says=_RANK),
     Case(phase="running", victim="store", host="node1", says=_STORE),
     Case(phase="running", victim="supervisor", says=_NODE_AGENT),
     Case(phase="running", victim="node agent", host="node1", says=_NODE_AGENT),
-    Case(phase="running", victim="launcher", host="node1", says=None),
     Case(phase="running", victim="ssh session", says=_SESSION),
     Case(phase="running", victim="host", host="node1", says=None),
-    Case(phase="ending", victim="rank 1", says=_RANK),
-    Case(phase="ending", victim="node agent", says=_NODE_AGENT),
-    Case(phase="ending", victim="launcher", host="node1", says=None),
     Case(phase="ending", victim="link", says=_SILENCE),
 ]
 
@@ -68,78 +60,3 @@ def test_a_kill_ends_the_run_everywhere_and_is_named(case: Case, lab2: Lab, tmp_
     else:
         assert re.search(case.says.format(host=case.host), run.transcript.text("err"))
         assert code == 1
-
-
-@pytest.mark.nightly
-def test_nothing_survives_a_node_agent_that_is_killed(lab2: Lab, tmp_path: Path) -> None:
-    run = Run.launch(lab2, tmp_path, SCRIPTS["starting"])
-    run.await_one("node2", is_rank(1))
-    # With it go the ranks, and what they started in sessions of their own.
-    Kill(victim="node agent").strike(run)
-    run.wait_until_clean()
-    assert run.end() == 1
-
-
-@pytest.mark.nightly
-def test_ranks_that_ignore_the_request_to_end_do_not_hide_who_failed(
-    lab2: Lab, tmp_path: Path
-) -> None:
-    options = ["--hosts", "node1:1,node2:2", "--set", "launch.grace=5s"]
-    script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
-    run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
-    run.wait_for_ranks("ignoring", ranks=3)
-    Kill(victim="rank 1").strike(run)
-    run.wait_until_clean()
-    assert run.end() == 1
-    assert re.search(_RANK, run.transcript.text("err"))
-
-
-@pytest.mark.nightly
-def test_ctrl_c_twice_does_not_wait_for_the_grace(lab2: Lab, tmp_path: Path) -> None:
-    script = SCRIPTS["starting"].replace("time.sleep", "print('ignoring', flush=True); time.sleep")
-    options = ["--set", "launch.grace=60s"]
-    run = Run.launch(lab2, tmp_path, script, "ignore-sigterm", options=options)
-    run.wait_for_ranks("ignoring")
-    run.process.interrupt()
-    run.transcript.wait_for("Ctrl-C")
-    run.wait_for_ranks("SIGTERM ignored")
-    assert run.find("node2", is_rank(1))
-    run.process.interrupt()
-    run.wait_until_clean()
-    assert run.end() == 130
-
-
-@pytest.mark.nightly
-def test_a_grace_that_was_given_is_kept(lab2: Lab, tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys, time\n"
-        "def save(*_):\n    time.sleep(6); print('saved', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(1000)\n"
-    )
-    run = Run.launch(lab2, tmp_path, script, options=["--set", "launch.grace=100s"])
-    run.wait_for_ranks("ready")
-    run.process.interrupt()
-    run.wait_for_ranks("saved")
-    run.wait_until_clean()
-    assert run.end() == 130
-
-
-@pytest.mark.nightly
-def test_a_flood_of_output_does_not_keep_an_agent_whose_link_was_cut(
-    lab2: Lab, tmp_path: Path
-) -> None:
-    script = (
-        "import itertools, os, time\n"
-        "for n in itertools.count():\n"
-        "    time.sleep(0.1)\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        print(n, ('x' * 900 + '\\n') * 2000)\n"
-    )
-    run = Run.launch(lab2, tmp_path, script)
-    run.transcript.wait_for("1 xxx")
-    Kill(victim="link").strike(run)
-    run.wait_until_clean()
-    assert run.end() == 1
-    assert re.search(_SILENCE.format(host="node2"), run.transcript.text("err"))

@@ -1,18 +1,54 @@
 """``--spares``: a spare takes the place of a host that dies, and the run continues as if nothing had happened."""
 
+import json
+import os
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
-
-import pytest
 
 from hosts.killing import Run
 from hosts.lab import Lab
 from hosts.launching import PATIENT
-from hosts.namespaces import await_true
-from hosts.spare_training import WHERE, Training, events, kill_host, log_of
-from torchmuster.launch.history.run_state import SPARE_READY, TAKEOVER
+from torchmuster.launch.history.run_state import TAKEOVER
 
+#: Each attempt writes its ranks and where they run; it ends once it is told to.
+WHERE = """
+import os, socket, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, number = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+dist.barrier()
+print(f"round {number}: rank {rank} on {socket.gethostname()}", flush=True)
+on = torch.ones(1)
+while on.item():
+    on = torch.tensor([float(not os.path.exists("end"))])
+    dist.all_reduce(on, op=dist.ReduceOp.MIN)
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
 TWO_AND_ONE = ["--hosts", "node1,node2,node3", "--spares", "1", *PATIENT]
+
+
+def events(folder: Path, name: str) -> list[dict[str, object]]:
+    """Return the events of this name of the run in a folder."""
+    (file,) = folder.glob("runs/*/events.jsonl")
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    return [one for one in found if one["event"] == name]
+
+
+def log_of(folder: Path, rank: int) -> str:
+    """Return the log of a rank of the run in a folder."""
+    (log,) = folder.glob(f"runs/*/logs/rank-{rank}.log")
+    return log.read_text()
+
+
+def kill_host(lab: Lab, name: str) -> None:
+    """Kill every process of a host except its ssh server."""
+    host = lab.host(name)
+    for pid in host.pids():
+        if pid != host.sshd_pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_spare_takes_the_rank_of_a_host_that_dies(lab3: Lab, tmp_path: Path) -> None:
@@ -23,7 +59,7 @@ def test_a_spare_takes_the_rank_of_a_host_that_dies(lab3: Lab, tmp_path: Path) -
     assert "round 1: rank 0 on node1" in log_of(tmp_path, 0)
     assert "round 1: rank 1 on node3" in log_of(tmp_path, 1)
     (taken,) = events(tmp_path, TAKEOVER)
-    assert (taken["host"], taken["spare"], taken["ranks"]) == ("node2", "node3", [1, 1])
+    assert (taken["host"], taken["spare"]) == ("node2", "node3")
     (tmp_path / "end").touch()
     assert run.transcript.end() == 0
     run.wait_until_clean()
@@ -31,39 +67,3 @@ def test_a_spare_takes_the_rank_of_a_host_that_dies(lab3: Lab, tmp_path: Path) -
     # Nobody but the lost host was connected or tested again.
     assert len(re.findall("rendezvous at", said)) == 1
     assert not re.search(r"\d of \d joined", said)
-
-
-@pytest.mark.nightly
-def test_a_host_that_died_becomes_a_spare_and_the_head_can_be_replaced(
-    lab4: Lab, tmp_path: Path
-) -> None:
-    options = ["--hosts", "node2,node3,node4", "--spares", "1", *PATIENT]
-    run = Run.launch(lab4, tmp_path, WHERE, options=options)
-    run.wait_for_ranks("round 0: rank", ranks=2)
-    kill_host(lab4, "node2")
-    run.wait_for_ranks("round 1: rank", ranks=2)
-    assert "round 1: rank 0 on node4" in log_of(tmp_path, 0)
-
-    def is_spare() -> bool:
-        return any(one["host"] == "node2" for one in events(tmp_path, SPARE_READY))
-
-    await_true("node2 is a spare", is_spare)
-    kill_host(lab4, "node3")
-    run.wait_for_ranks("round 2: rank", ranks=2)
-    assert "round 2: rank 1 on node2" in log_of(tmp_path, 1)
-    (tmp_path / "end").touch()
-    assert run.transcript.end() == 0
-    run.wait_until_clean()
-
-
-@pytest.mark.nightly
-def test_training_with_kills_is_bitwise_equal_to_an_undisturbed_one(
-    lab4: Lab, tmp_path: Path
-) -> None:
-    hosts = ["node2", "node3", "node4"]
-    whole = Training(lab4, tmp_path / "whole", hosts, spares=1, steps=12)
-    expected = whole.run_to_the_end()
-    killed = Training(lab4, tmp_path / "killed", hosts, spares=1, steps=12)
-    assert killed.run_to_the_end(kills=[(4, 0)], await_spare=False) == expected
-    (taken,) = killed.takeovers()
-    assert (taken["host"], taken["spare"]) == ("node2", "node4")

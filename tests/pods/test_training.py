@@ -180,10 +180,3 @@ def test_a_training_survives(
     (job.runs / "go").touch()
     assert job.wait() == "Complete"
     assert result(job.runs) == undisturbed
-
-
-@pytest.mark.nightly
-def test_a_failing_script_fails_the_job_once(start: StartJob) -> None:
-    job = start("--max-restarts", "0", "fails.py")
-    assert job.wait() == "Failed"
-    assert job.ended == []

@@ -1,14 +1,9 @@
 """Job arrays: a task that is requeued or stopped leaves the other tasks of its array alone."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from muster_command import muster_argv
-from patience import GIVE_UP_S
 from slurm.slurm_lab import SlurmLab, await_until
 from torchmuster.launch.history import run_state
 from torchmuster.runfolder import list_runs
@@ -78,23 +73,3 @@ def test_a_task_that_is_requeued_leaves_the_others_alone(cluster: SlurmLab, tmp_
     assert len(runs) == 2
     phases = [state.phase for run in runs if (state := run_state.read_state(run))]
     assert phases == ["finished", "finished"]
-
-
-@pytest.mark.nightly
-def test_stop_cancels_one_task_of_an_array(cluster: SlurmLab, tmp_path: Path) -> None:
-    array = submit(cluster, tmp_path, 2)
-    task = first_task(tmp_path, array, 2)
-    (run,) = [
-        run
-        for run in list_runs(tmp_path / "runs")
-        if (job := run_state.read_job(run)) and job.slurm_job == f"{array}_{task}"
-    ]
-    stop = muster_argv(["stop", run.id])
-    done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S)
-    assert done.returncode == 0, done.stderr
-    listed = ("squeue", "-h", "-o", "%K")
-    await_until(lambda: task not in cluster.run(*listed).split(), "the end of the task")
-    assert cluster.run(*listed).split() == [{"0": "1", "1": "0"}[task]]
-    (tmp_path / "enough").touch()
-    await_until(lambda: not cluster.run("squeue", "-h"), "the end of the other")
-    assert began(tmp_path) == {"0-0", "1-0"}

@@ -66,18 +66,6 @@ def test_a_job_on_three_nodes_is_submitted(cluster: SlurmLab, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_an_unmodified_script_uses_the_allocation_it_is_in(
-    cluster: SlurmLab, tmp_path: Path
-) -> None:
-    before = ("salloc", "--quiet", "--nodes=2", "--cpus-per-task=1")
-    script = (str(EXAMPLE), "--epochs", "1", "--samples", "256")
-    code, said = run(*CPU, *script, cwd=tmp_path, before=before)
-    assert code == 0, said
-    assert "with 2 nodes" in said
-    assert "2 ranks started: node1 1, node2 1" in said
-
-
-@pytest.mark.nightly
 def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
@@ -86,22 +74,6 @@ def test_a_cancelled_job_leaves_nothing_and_says_so(cluster: SlurmLab, tmp_path:
     job.await_output("running")
     cluster.run("scancel", job.number)
     assert job.await_end().startswith("CANCELLED")
-    await_until(lambda: not living_ranks(tmp_path), "no rank is left")
-
-
-@pytest.mark.nightly
-def test_stop_cancels_the_job_from_a_machine_that_sees_the_folder(
-    cluster: SlurmLab, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(
-        "import time\nprint('running', flush=True)\ntime.sleep(600)\n"
-    )
-    job = submitted("--nodes", "2", *CPU, "train.py", cwd=tmp_path)
-    job.await_output("running")
-    stop = muster_argv(["stop", "last"])
-    done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S)
-    assert f" job {job.number}" in done.stderr
-    assert done.returncode == 0
     await_until(lambda: not living_ranks(tmp_path), "no rank is left")
 
 
@@ -143,13 +115,3 @@ def test_the_warning_before_the_end_reaches_every_rank(cluster: SlurmLab, tmp_pa
         ["[rank 0] warned", "[rank 1] warned"],
         ["[rank 1] warned", "[rank 0] warned"],
     )
-
-
-@pytest.mark.nightly
-def test_more_gpus_than_the_job_has_is_one_sentence(cluster: SlurmLab, tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-    before = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2")
-    code, said = run("--num-gpus", "4", "train.py", cwd=tmp_path, before=before)
-    assert code == 2
-    assert re.search(r"failure  .*4.*GPUs.*", said), said
-    assert "started" not in said

@@ -124,31 +124,6 @@ def test_agents_come_in_the_order_of_the_nodes(cluster: SlurmLab) -> None:
     asyncio.run(scene())
 
 
-def test_long_and_foreign_messages_arrive_whole_both_ways(cluster: SlurmLab) -> None:
-    texts = {
-        0: "a" * 100_000,
-        1: 'größer 東京 🚀 \u2028 \\ " \t' * 5_000,
-        2: "\n".join(f"{number}: =+* line" for number in range(10_000)),
-    }
-
-    async def scene() -> None:
-        transport = SrunTransport(allocate(cluster, "-N3"), agent=FAKE)
-        async with agents_on(transport, 3) as agents:
-
-            async def echo(place: int) -> None:
-                for turn in range(3):
-                    await agents.channels[place].send(
-                        protocol.Stop(attempt=0, grace_s=turn, why=texts[place])
-                    )
-                for turn in range(3):
-                    answer = await hear(agents.channels[place])
-                    assert answer == protocol.Output(rank=turn, text=texts[place])
-
-            await asyncio.gather(*(echo(place) for place in texts))
-
-    asyncio.run(scene())
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "variables"),

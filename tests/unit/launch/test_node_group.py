@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from torchmuster.cli import node_group as cli
-from torchmuster.config.layers import OTHER_VARIABLES
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
-from torchmuster.launch.schedulers import node_group
 from torchmuster.launch.schedulers.node_group import NodeGroup, group_here
 from torchmuster.launch.transports.local import LocalTransport
 
@@ -53,10 +51,6 @@ def test_a_single_node_listens_on_no_port() -> None:
         group = group_here(environment)
         assert group is not None
         assert isinstance(cli.transport_to(group), LocalTransport)
-
-
-def test_every_variable_of_the_group_is_known_not_to_be_a_setting() -> None:
-    assert set(node_group.VARIABLES) <= OTHER_VARIABLES
 
 
 @pytest.mark.parametrize(

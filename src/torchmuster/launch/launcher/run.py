@@ -122,7 +122,7 @@ class Run:
         """Run the job to its end."""
         session = self._session
         session.on_phase = on_phase
-        outcome = JobOutcome(result=Result.FAILED, headline="the run stopped")
+        outcome = JobOutcome(result=Result.FAILED, headline="stopped")
         try:
             on_phase("waiting" if self.spec.wait_s else "joining")
             await self._transport.open(self._hosts.arrive)
@@ -134,7 +134,10 @@ class Run:
             if outcome.result is Result.FINISHED and self.spec.hosts_return:
                 # Before the other hosts are released for good: this one may still be killed and replaced.
                 on_phase(run_state.FINISHED)
-            await session.leave(outcome.exit_code, outcome.headline)
+            text = f"the run {outcome.headline}"
+            if outcome.finding is not None:
+                text = outcome.headline
+            await session.leave(outcome.exit_code, text)
         return outcome
 
     async def _gather_hosts(self) -> None:
