@@ -110,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
     podman, lab = Podman(tmp_path), lab_name()
     remove_abandoned(podman)
 
-    def start_job(*command: str) -> IndexedJob:
+    def start_job(*command: str, max_restarts: int = 3) -> IndexedJob:
         image = mounted_image(podman, lab, FILES)
         podman("network", "create", "--label", f"{LABEL}={lab}", lab)
         flags = [
@@ -118,10 +118,6 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
             image.name,
             "--nodes",
             str(NODES),
-            "--ranks",
-            str(RANKS_PER_NODE),
-            "--grace",
-            "10s",
         ]
         printed = subprocess.run(
             muster_argv(["kubernetes", *flags, "--name", "train", *command]),
@@ -129,9 +125,20 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
             text=True,
             check=True,
         )
-        manifest = printed.stdout.replace(
-            "        env:\n", "        env:\n        - {name: OMP_NUM_THREADS, value: '1'}\n"
-        )
+        manifest = printed.stdout
+        for line, edited in (
+            ("        env:\n", "        env:\n        - {name: OMP_NUM_THREADS, value: '1'}\n"),
+            ("--ranks=1", f"--ranks={RANKS_PER_NODE}"),
+            ("--max-restarts=3", f"--max-restarts={max_restarts}"),
+            ("launch.grace=30s", "launch.grace=10s"),
+            ("terminationGracePeriodSeconds: 45", "terminationGracePeriodSeconds: 25"),
+            (
+                'TORCHMUSTER_TERMINATION_GRACE_S, value: "45"',
+                'TORCHMUSTER_TERMINATION_GRACE_S, value: "25"',
+            ),
+        ):
+            assert line in manifest
+            manifest = manifest.replace(line, edited)
         return IndexedJob(podman, lab, image, manifest, tmp_path)
 
     try:

@@ -2,16 +2,14 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from torchmuster import untrusted
 from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
 from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
 from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
-from torchmuster.checkpoints.model_class import class_in_folder
 from torchmuster.checkpoints.store import Store, open_store, step_of
 from torchmuster.checkpoints.verify import (
     UNFINISHED,
@@ -21,9 +19,9 @@ from torchmuster.checkpoints.verify import (
 )
 from torchmuster.cli import output
 from torchmuster.cli.options import Command, JsonOptions, RunsOptions, argument, command, flag
-from torchmuster.cli.which_run import choose_run
+from torchmuster.cli.which_run import choose_run, has_trained
 from torchmuster.config.resolve import resolve_settings
-from torchmuster.config.settings import Settings
+from torchmuster.config.settings import Model, Settings
 from torchmuster.errors import ConfigError, ExitCode, Impossible, MusterError
 from torchmuster.finding import Finding
 from torchmuster.redaction import harmless
@@ -41,7 +39,7 @@ class PlaceOptions(RunsOptions):
     """Where the checkpoints are."""
 
     place: str = argument(
-        "a run's id or folder, a folder or URL with checkpoints, or a checkpoint (default: last)",
+        "a run's id or folder, or a folder or URL with checkpoints (default: last)",
         default="last",
         metavar="PLACE",
     )
@@ -80,7 +78,7 @@ class ExportOptions(NameOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class CheckpointState:
     """A checkpoint, and what is wrong with it."""
 
     name: str
@@ -92,8 +90,8 @@ class Seen:
         """The findings other than that it is unfinished."""
         return [finding for finding in self.findings if finding.name != UNFINISHED]
 
-    def state(self, good: str) -> str:
-        """Return its state; ``good`` is that of a checkpoint without findings."""
+    def text(self, good: str) -> str:
+        """Return its state in a word; ``good`` is that of a checkpoint without findings."""
         if self.damage:
             return "damaged"
         return "unfinished" if self.findings else good
@@ -104,76 +102,55 @@ class Seen:
         return {
             "name": self.name,
             "step": step_of(self.name),
-            "state": self.state(good),
+            "state": self.text(good),
             **facts,
             "findings": [finding.as_json() for finding in self.findings],
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meant:
-    """A checkpoint store, the requested checkpoint if any, and the run they belong to if any."""
-
-    store: Store
-    wanted: str = ""
-    run: RunFolder | None = None
-
-    def names(self) -> list[str]:
-        """Return the names of the requested checkpoints, newest first."""
-        names = newest_first(self.store)
-        if not self.wanted:
-            return names
-        chosen = [name for name in names if self.wanted in (name, str(step_of(name)))]
-        why = "it contains no checkpoints"
-        if names:
-            why = f"the newest are: {', '.join(names[:5])}"
-        if self.wanted == BEST:
-            best = best_manifest(committed_manifests(self.store))
-            chosen = [best.name] if best else []
-            why = "the run had no checkpoint.keep_best, or no evaluation yet"
-        if not chosen:
-            raise Impossible(
-                f"there is no checkpoint {harmless(self.wanted)!r} in {self.store.where}",
-                why=why,
-                fix="give a name or a step number: muster checkpoint list shows them",
-            )
-        return chosen
-
-    def model_files(self) -> Path | None:
-        """Return the folder with the model's config and tokenizer, if the run has one."""
-        return self.run.model if self.run is not None and self.run.model.is_dir() else None
-
-    def settings(self) -> Settings | None:
-        """Return the settings that the run was started with; None for a run of a script."""
-        if self.run is None or not self.run.config.is_file():
-            return None
-        try:
-            return resolve_settings(file=self.run.config).settings
-        except ConfigError:  # of another version; its checkpoints may still be readable
-            return None
-
-
-def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
-    """Find checkpoints by a run's id or folder, a folder, a URL, or a checkpoint's name."""
-    if step_of(place) is not None and not wanted:
-        place, wanted = "last", place
-    parent, _, last = place.rstrip("/").rpartition("/")
-    if parent and step_of(last) is not None:
-        place, wanted = parent, last
-    if "://" in place:
-        return Meant(store=open_store(place), wanted=wanted)
+def find_store(place: str, runs: Path) -> tuple[Store, RunFolder | None]:
+    """Return the checkpoints of a run (its id or folder), of a folder or of a URL, and the run they belong to."""
     folder = Path(place)
+    if "://" in place:
+        return open_store(place), None
     if folder.is_dir() and not RunFolder(folder).marker.is_file():
         above = RunFolder(folder.absolute().parent)
-        run = above if above.marker.is_file() else None
-        return Meant(store=open_store(folder), wanted=wanted, run=run)
-    meant = Meant(store=open_store(folder), wanted=wanted, run=choose_run(place, runs, "training"))
-    assert meant.run is not None
-    settings = meant.settings()
-    saved = str(meant.run.checkpoints)
-    if settings is not None and settings.checkpoint.folder:
-        saved = f"{settings.checkpoint.folder.rstrip('/')}/{meant.run.id}"
-    return replace(meant, store=open_store(saved))
+        return open_store(folder), above if above.marker.is_file() else None
+    run = choose_run(place, runs, has_trained)
+    settings = settings_of(run)
+    if settings is None or not settings.checkpoint.folder:
+        return open_store(run.checkpoints), run
+    return open_store(f"{settings.checkpoint.folder.rstrip('/')}/{run.id}"), run
+
+
+def names_of(store: Store, wanted: str) -> list[str]:
+    """Return the names of the wanted checkpoints (a name, a step, best; all if empty), newest first."""
+    names = newest_first(store)
+    if not wanted:
+        return names
+    chosen = [name for name in names if wanted in (name, str(step_of(name)))]
+    why = f"the newest are: {', '.join(names[:5]) or 'none'}"
+    if wanted == BEST:
+        best = best_manifest(committed_manifests(store))
+        chosen = [best.name] if best else []
+        why = "the run had no checkpoint.keep_best, or no evaluation yet"
+    if not chosen:
+        raise Impossible(
+            f"there is no checkpoint {harmless(wanted)!r} in {store.where}",
+            why=why,
+            fix="give a name or a step number: muster checkpoint list shows them",
+        )
+    return chosen
+
+
+def settings_of(run: RunFolder) -> Settings | None:
+    """Return the settings that a run was started with; None for a run of a script."""
+    if not run.config.is_file():
+        return None
+    try:
+        return resolve_settings(file=run.config).settings
+    except ConfigError:  # of another version; its checkpoints may still be readable
+        return None
 
 
 @command(
@@ -184,11 +161,11 @@ def meant_by(place: str, wanted: str, *, runs: Path) -> Meant:
 )
 def list_checkpoints(options: ListOptions) -> int:
     """Print the checkpoints."""
-    meant = meant_by(options.place, "", runs=options.runs)
+    store, _ = find_store(options.place, options.runs)
     seen = []
-    for name in meant.names():
-        manifest, findings = look_at_checkpoint(meant.store, name)
-        seen.append(Seen(name=name, manifest=manifest, findings=findings))
+    for name in names_of(store, ""):
+        manifest, findings = look_at_checkpoint(store, name)
+        seen.append(CheckpointState(name=name, manifest=manifest, findings=findings))
     best = best_manifest(row.manifest for row in seen if row.manifest is not None)
     described = []
     rows = [("name", "step", "saved", "ranks", "strategy", "size", "state")]
@@ -199,7 +176,7 @@ def list_checkpoints(options: ListOptions) -> int:
     if options.json:
         output.print_json(described)
     elif not seen:
-        output.print_text(f"no checkpoints in {meant.store.where}")
+        output.print_text(f"no checkpoints in {store.where}")
     else:
         output.print_table(rows)
         damage = [finding for row in seen for finding in row.damage]
@@ -208,9 +185,11 @@ def list_checkpoints(options: ListOptions) -> int:
     return ExitCode.GOOD
 
 
-def _cells(row: Seen, best: Mapping[str, float] | None) -> tuple[str, str, str, str, str, str, str]:
+def _cells(
+    row: CheckpointState, best: Mapping[str, float] | None
+) -> tuple[str, str, str, str, str, str, str]:
     """Return a row of the list, with the metrics of the best checkpoint."""
-    step, state, manifest = str(step_of(row.name)), row.state("complete"), row.manifest
+    step, state, manifest = str(step_of(row.name)), row.text("complete"), row.manifest
     if manifest is None:
         return row.name, step, "-", "-", "-", "-", state
     if best:
@@ -229,10 +208,10 @@ def _cells(row: Seen, best: Mapping[str, float] | None) -> tuple[str, str, str, 
 )
 def verify(options: VerifyOptions) -> int:
     """Read every file and print a verdict on each checkpoint."""
-    meant = meant_by(options.place, options.name, runs=options.runs)
+    store, _ = find_store(options.place, options.runs)
     seen = []
-    for name in meant.names():
-        row = _verified(meant.store, name)
+    for name in names_of(store, options.name):
+        row = _verified(store, name)
         seen.append(row)
         if options.json:
             continue
@@ -245,8 +224,8 @@ def verify(options: VerifyOptions) -> int:
     if options.json:
         output.print_json([row.as_json("good") for row in seen])
     elif not seen:
-        output.print_text(f"no checkpoints in {meant.store.where}")
-    failed = any(row.findings if meant.wanted else row.damage for row in seen)
+        output.print_text(f"no checkpoints in {store.where}")
+    failed = any(row.findings if options.name else row.damage for row in seen)
     return ExitCode.FAILED if failed else ExitCode.GOOD
 
 
@@ -265,19 +244,17 @@ def verify(options: VerifyOptions) -> int:
 )
 def export(options: ExportOptions) -> int:
     """Export the weights of a checkpoint and check them."""
-    meant = meant_by(options.place, options.name, runs=options.runs)
-    beside = meant.model_files()
-    if options.merge and (beside is None or not (beside / ADAPTER_CONFIG).is_file()):
+    store, run = find_store(options.place, options.runs)
+    model_files = run.model if run is not None and run.model.is_dir() else None
+    if options.merge and (model_files is None or not (model_files / ADAPTER_CONFIG).is_file()):
         raise Impossible(
             "there is no LoRA adapter to merge",
-            why=f"there is no {ADAPTER_CONFIG} for {meant.store.where}; only LoRA runs have one",
+            why=f"there is no {ADAPTER_CONFIG} for {store.where}; only LoRA runs have one",
             fix="leave out --merge, or give a LoRA run",
         )
-    manifest = _newest_good(meant)
-    model = None
-    settings = meant.settings()
-    if settings is not None:
-        model = settings.model
+    manifest = _newest_good(store, options.name)
+    settings = settings_of(run) if run is not None else None
+    model = Model() if settings is None else settings.model
     checked = CheckResult()
 
     def finish(folder: Path) -> None:
@@ -285,23 +262,20 @@ def export(options: ExportOptions) -> int:
         if options.merge:
             output.say("merging the adapter into the base model's weights")
         output.say("checking the export in a separate process")
+        base_dtype = model.torch_dtype or "float32"
         checked = run_check(
-            ExportCheck(
-                folder=str(folder),
-                merge=options.merge,
-                base_dtype=(model and model.torch_dtype) or "float32",
-            )
+            ExportCheck(folder=str(folder), merge=options.merge, base_dtype=base_dtype)
         )
 
     done = export_weights(
-        meant.store,
+        store,
         manifest,
         options.to,
-        beside=beside,
+        beside=model_files,
         # The weights of a model that the user's code builds keep their names.
-        as_it_is=model is not None and model.build is not None and model.lora is None,
+        as_it_is=model.build is not None and model.lora is None,
         finish=finish,
-        on_bytes=_progress("written and compared", manifest),
+        on_bytes=_progress("written and compared"),
     )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     size = format_bytes(done.size_bytes)
@@ -312,33 +286,20 @@ def export(options: ExportOptions) -> int:
     output.print_text(f"checked: {'; '.join([equal, *checked.sentences()])}")
     if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
         output.say(f"warning: {checked.unchecked}")
-    output.print_text(_how_to_load(options.to, done.beside))
     return ExitCode.GOOD
 
 
-def _how_to_load(folder: Path, beside: Sequence[str]) -> str:
-    if ADAPTER_CONFIG in beside:
-        config = untrusted.read_json_object(folder / ADAPTER_CONFIG)
-        if config.get("task_type") == "CAUSAL_LM":
-            return f'load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
-        return f'load it with: peft.PeftModel.from_pretrained(base_model, "{folder}")'
-    if "config.json" in beside:
-        auto = class_in_folder(folder).value.auto
-        return f'load it with: transformers.{auto}.from_pretrained("{folder}")'
-    return "there is no config.json for this model; transformers needs one next to the weights"
-
-
-def _newest_good(meant: Meant) -> Manifest:
+def _newest_good(store: Store, wanted: str) -> Manifest:
     """Return the checkpoint to export after verifying it; print findings on damaged ones."""
-    names = meant.names()
+    names = names_of(store, wanted)
     for name in names:
-        row = _verified(meant.store, name)
+        row = _verified(store, name)
         if row.manifest is not None and not row.findings:
             return row.manifest
         output.show_findings(row.findings, sys.stderr)
     if not names:
         raise Impossible(
-            f"there are no checkpoints in {meant.store.where}",
+            f"there are no checkpoints in {store.where}",
             fix="give a run, or a folder or URL with checkpoints: muster checkpoint list PLACE",
         )
     raise MusterError(
@@ -348,26 +309,24 @@ def _newest_good(meant: Meant) -> Manifest:
     )
 
 
-def _verified(store: Store, name: str) -> Seen:
+def _verified(store: Store, name: str) -> CheckpointState:
     """Read a checkpoint, with progress, and return what is wrong with it."""
+    findings = verify_checkpoint(store, name, on_bytes=_progress(f"{name}: read"))
     manifest, _ = look_at_checkpoint(store, name)
-    findings = verify_checkpoint(store, name, on_bytes=_progress(f"{name}: read", manifest))
-    return Seen(name=name, manifest=manifest, findings=findings)
+    return CheckpointState(name=name, manifest=manifest, findings=findings)
 
 
-def _progress(done: str, manifest: Manifest | None) -> Callable[[int], None]:
+def _progress(done: str) -> Callable[[int], None]:
     """Return a counter of bytes that prints progress on stderr at regular intervals."""
-    total = f" of {format_bytes(manifest.size_bytes)}" if manifest else ""
     done_bytes = 0
     printed_s = time.monotonic()
 
     def on_bytes(count: int) -> None:
         nonlocal done_bytes, printed_s
         done_bytes += count
-        now_s = time.monotonic()
-        if now_s - printed_s >= SAY_EVERY_S:
-            printed_s = now_s
-            output.say(f"{done} {format_bytes(done_bytes)}{total}")
+        if time.monotonic() - printed_s >= SAY_EVERY_S:
+            printed_s = time.monotonic()
+            output.say(f"{done} {format_bytes(done_bytes)}")
 
     return on_bytes
 

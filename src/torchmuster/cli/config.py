@@ -28,7 +28,7 @@ class ShowOptions(SettingOptions, JsonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(JsonOptions):
+class CheckOptions:
     """The arguments of ``muster config check``."""
 
     file: Path = argument("a YAML file", required=True, parse=Path, metavar="FILE")
@@ -129,10 +129,7 @@ def check(options: CheckOptions) -> int:
     check_consistent(resolved)
     given = sum(source.strength is Strength.FILE for source in resolved.sources.values())
     total = len(fields.leaves())
-    if options.json:
-        output.print_json({"file": str(options.file), "given": given, "of": total, "findings": []})
-    else:
-        output.print_text(f"{options.file}: valid, {given} of {total} settings given")
+    output.print_text(f"{options.file}: valid, {given} of {total} settings given")
     return ExitCode.GOOD
 
 

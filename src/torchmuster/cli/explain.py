@@ -4,20 +4,16 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from torchmuster.cli import output
 from torchmuster.cli.options import JsonOptions, WhichRunOptions, argument, command
+from torchmuster.cli.runs import run_facts
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode
 
 if TYPE_CHECKING:
     from torchmuster.launch.history.failure_report import FailureReport
-    from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 
 _FILES_SHOWN = 8
-_MOST_CHECKPOINTS = 20
-_OF_STATE = ("phase", "exit_code", "started_unix_s", "since_unix_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +42,12 @@ def run(options: ExplainOptions) -> int:
     """Print what happened to the run."""
     from torchmuster.launch.history.failure_report import failure_report_of
 
-    report = failure_report_of(choose_run(options.which, options.runs, "newest"))
+    report = failure_report_of(choose_run(options.which, options.runs))
     if options.json:
-        _print_json(report)
+        moments = [{"at_unix_s": at, "what": what} for at, what in report.record.timeline()]
+        findings = [finding.as_json() for finding in report.findings]
+        facts = run_facts(report.record.run)
+        output.print_json({**facts, "moments": moments, "findings": findings})
     else:
         _show_report(report)
     return ExitCode.GOOD
@@ -71,26 +70,3 @@ def _show_report(report: "FailureReport") -> None:
         output.print_text(f"  {name}")
     if len(report.files) > _FILES_SHOWN:
         output.print_text(f"  … and {len(report.files) - _FILES_SHOWN} more")
-
-
-def _print_json(report: "FailureReport") -> None:
-    record, state, job = report.record, report.record.state, report.record.job
-    content: dict[str, object] = {
-        "id": record.run.id,
-        "folder": str(record.run.path),
-        "killed_ranks": list(state.killed_ranks) if state else [],
-        "command": job.command if job else None,
-        "launched_on": job.launcher.host if job else None,
-        "moments": [{"at_unix_s": at, "what": what} for at, what in record.timeline()],
-        "findings": [finding.as_json() for finding in report.findings],
-        "checkpoints": list(map(_checkpoint_as_json, record.checkpoints[:_MOST_CHECKPOINTS])),
-        "files": list(report.files),
-    }
-    for name in _OF_STATE:
-        content[name] = getattr(state, name, None)
-    output.print_json(content)
-
-
-def _checkpoint_as_json(checkpoint: "ScriptCheckpoint") -> dict[str, object]:
-    condition = checkpoint.condition
-    return {**msgspec.structs.asdict(checkpoint), "state": condition.state, "why": condition.why}

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchmuster.cli import output
 from torchmuster.cli.options import RunsOptions, command, flag
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.monitor.exporter import LOOPBACK, Tls, is_loopback
+from torchmuster.monitor.exporter import LOOPBACK, Tls
 
 PORT = 9477
 
@@ -41,10 +41,6 @@ class ExporterOptions(RunsOptions):
     no_auth: bool = flag(
         "serve other addresses than loopback to everybody who reaches them", default=False
     )
-    all_ranks: bool = flag(
-        "also export ranks of other hosts, if this is the only exporter for a shared folder",
-        default=False,
-    )
     once: bool = flag("print the metrics once, and exit", default=False)
 
 
@@ -64,10 +60,17 @@ def run(options: ExporterOptions) -> int:
     from torchmuster.monitor.collecting.collector import Collector
     from torchmuster.monitor.exporter import metrics_text, serve_metrics
 
-    tls = _tls(options.certificate, options.client_ca)
+    tls = None
+    if options.certificate is not None or options.client_ca is not None:
+        if options.certificate is None or options.client_ca is None:
+            raise Impossible(
+                "mutual TLS needs both --certificate and --client-ca",
+                fix="give both files, or neither",
+            )
+        tls = Tls(certificate=options.certificate, client_ca=options.client_ca)
     with contextlib.ExitStack() as stack:
         stack.enter_context(keep_nvml_open())
-        collector = Collector(options.runs, take_snapshot, all_ranks=options.all_ranks)
+        collector = Collector(options.runs, take_snapshot)
         text = metrics_text(collector.samples())  # fail now if something is missing
         if options.once:
             output.print_text(text, end="")
@@ -89,23 +92,5 @@ def run(options: ExporterOptions) -> int:
             f"metrics of this machine and of {options.runs}: "
             f"{scheme}://{options.address}:{bound}/metrics"
         )
-        if tls is None and not is_loopback(options.address):
-            output.say(
-                f"warning: everybody who reaches {options.address}:{bound} can read the names of "
-                "runs and hosts, the losses and the state of the GPUs"
-            )
         ended.wait()
     return ExitCode.GOOD
-
-
-def _tls(certificate: Path | None, client_ca: Path | None) -> Tls | None:
-    if certificate is None and client_ca is None:
-        return None
-    if certificate is None or client_ca is None:
-        raise Impossible(
-            "mutual TLS needs both --certificate and --client-ca",
-            why="the server shows the first, and accepts clients whose certificate the second "
-            "signed",
-            fix="give both files, or neither",
-        )
-    return Tls(certificate=certificate, client_ca=client_ca)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torchmuster.cli import output
 from torchmuster.cli.gpus_table import table_lines
 from torchmuster.cli.options import (
+    FOREVER_S,
     JsonOptions,
     ScriptOptions,
     command,
@@ -34,7 +35,6 @@ from torchmuster.units import MiB, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from torchmuster.devices.acquire import HeldDevices
 
-PIPE_WIDTH = 160  # of a table whose reader is no terminal
 REPORT_EVERY_S = 9.0  # while waiting for GPUs
 MOST_LINES = 10  # of requests that wait
 
@@ -66,7 +66,7 @@ class PickOptions(ScriptOptions, JsonOptions):
         default=0.0,
         parse=wait_time,
         metavar="DURATION",
-        alone=math.inf,
+        alone=FOREVER_S,
     )
 
 
@@ -88,9 +88,7 @@ def pick(options: PickOptions) -> int:
     """Choose GPUs; print them, or become the command."""
     # Imported on use: plain ``muster gpus`` does not need it.
     from torchmuster.devices.acquire import acquire_devices
-    from torchmuster.devices.choose import choose_devices
 
-    claims = Claims.here(os.environ)
     number = options.num_gpus
     if options.gpu_ids is None and number is None:
         number = 1
@@ -100,13 +98,8 @@ def pick(options: PickOptions) -> int:
         min_free_bytes=options.min_free,
         share=options.share,
     )
-    if not options.script and not options.wait:  # nothing is claimed, so no lock is needed
-        node = snapshot.take_snapshot_with_history()
-        taken = claims.read(device.uuid for device in node.accelerators).blocking
-        decision = choose_devices(node, request, environment=os.environ, claims=taken)
-        return _print(decision, as_json=options.json)
     held = acquire_devices(
-        claims,
+        Claims.here(os.environ),
         snapshot.take_snapshot_with_history,
         request,
         environment=os.environ,
@@ -140,9 +133,7 @@ def run(options: JsonOptions) -> int:
 
         output.print_json(node_as_json(node, shown, claims))
         return exit_code(findings)
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    width = PIPE_WIDTH if piped else output.width()
-    for line in (*table_lines(node, shown, claims, width), *waiting_lines()):
+    for line in (*table_lines(node, shown, claims), *waiting_lines()):
         output.print_text(line)
     if findings:
         output.print_text()

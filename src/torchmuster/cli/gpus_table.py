@@ -1,59 +1,53 @@
 """The table of ``muster gpus``: the devices, and who uses them."""
 
-import os
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from torchmuster.devices import choose
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.processes import age_s
-from torchmuster.devices.readers.cpu import usable_cores
 from torchmuster.devices.request import WORTH_MENTIONING_IDLE_S, Claim, in_use_by
 from torchmuster.devices.visibility import Visible
 from torchmuster.pages.columns import aligned_columns
-from torchmuster.units import GiB, format_bytes, format_seconds, plural
+from torchmuster.units import GiB, format_seconds, plural
 
 TITLES = ("GPU", "name", "memory", "busy", "temp", "power", "used by")
-WIDE = 90  # narrower terminals leave out load, temperature and power; never the users
 
 
-def table_lines(
-    node: Node, shown: Visible, claims: Mapping[str, Claim], width: int
-) -> Iterator[str]:
-    """Yield the lines: this machine, its devices, and how to use the free ones."""
+def table_lines(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> Iterator[str]:
+    """Yield the lines: this machine, its devices and their users, and how to use the free ones.
+
+    Lines are as long as the users' commands; a terminal wraps them.
+    """
+    if not node.accelerators:
+        yield f"{node.hostname}  ·  no GPU found; programs run on the CPU"
+        return
     free = []
-    usable = 0
-    for device in node.accelerators:
-        usable += device.mig_index is not None or not device.mig_enabled
     for device in shown.devices:
         if device.uuid not in claims and not device.trouble and not in_use_by(device):
             free.append(device)
-    facts = [node.hostname]
-    if node.accelerators:
-        facts.append(f"{plural(usable, 'GPU')}, {len(free)} free")
+    usable = 0
+    for device in node.accelerators:
+        usable += device.mig_index is not None or not device.mig_enabled
+    facts = [node.hostname, f"{plural(usable, 'GPU')}, {len(free)} free"]
     if node.driver_version:
         facts.append(f"driver {node.driver_version}")
     if node.cuda_version:
         facts.append(f"CUDA up to {node.cuda_version}")
     yield "  ·  ".join(facts)
-    if not node.accelerators:
-        cores = usable_cores()
-        memory = format_bytes(node.cpu.total_bytes) if node.cpu.total_bytes else "unknown memory"
-        limited = cores.value < (os.cpu_count() or 1)
-        count = cores.reason if limited else f"{cores.value} cores"
-        text = f"no GPU found; programs run on the CPU: {node.cpu.name}, {memory}, {count}"
-        yield from textwrap.wrap(text, width)
-        return
     rows = [TITLES]
     for device in node.accelerators:
         user = _user(device, shown, claims.get(device.uuid), node.taken_unix_s)
         rows.append((device.number, *_state(device), user))
-    columns = rows if width >= WIDE else [(*row[:3], row[-1]) for row in rows]
     yield ""
-    for line in aligned_columns(columns):
-        yield line if len(line) <= width else f"{line[: width - 1]}…"
+    yield from aligned_columns(rows)
     yield ""
-    yield _hint(node, shown, free)
+    if not shown.devices:
+        yield f"all GPUs are hidden by {', '.join(sorted(set(shown.hidden_by.values())))}"
+    elif not free:
+        yield "none free; to wait: muster gpus pick --wait python train.py"
+    else:
+        whole = [device for device in free if device.mig_index is None]
+        pick = f"muster gpus pick --num-gpus {len(whole) or 1} python train.py"
+        yield f"{plural(len(free), 'GPU')} free; to use: {pick}"
 
 
 def _state(device: Device) -> tuple[str, str, str, str, str]:
@@ -106,18 +100,3 @@ def _main_process(device: Device, now_unix_s: float) -> str:
     if len(processes) > 1:
         facts.append(f"+{len(processes) - 1} more")
     return "  ".join([*facts, main.command or ""])
-
-
-def _hint(node: Node, shown: Visible, free: Sequence[Device]) -> str:
-    if not shown.devices:
-        return f"all GPUs are hidden by {', '.join(sorted(set(shown.hidden_by.values())))}"
-    if not free:
-        return "none free; to wait: muster gpus pick --wait python train.py"
-    whole = [device for device in free if device.mig_index is None]
-    joined = choose.describe_link(node, free)
-    link = f", {joined}" if joined else ""
-    number = len(whole) or 1
-    return (
-        f"{plural(len(free), 'GPU')} free{link}; "
-        f"to use: muster gpus pick --num-gpus {number} python train.py"
-    )

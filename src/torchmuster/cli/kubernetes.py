@@ -3,22 +3,14 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from torchmuster.cli import jobs, output
+from torchmuster.cli import output
 from torchmuster.cli.options import ScriptOptions, command, count, flag
 from torchmuster.errors import ExitCode, Impossible
-from torchmuster.units import parse_seconds
 
 if TYPE_CHECKING:
     from torchmuster.launch.schedulers.kubernetes import PodsRequest
-
-
-def restarts(text: str) -> int:
-    """Parse a number of restarts."""
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a number of restarts")
-    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +21,6 @@ class KubernetesOptions(ScriptOptions):
     name: str | None = flag("name of the job (default: the script's name)")
     nodes: int = flag("number of pods (default: 1)", default=1, parse=count, metavar="N")
     gpus_per_node: int = flag("GPUs per pod", default=0, parse=count, metavar="N")
-    ranks: int | None = flag("processes per pod (default: one per GPU)", parse=count, metavar="N")
-    max_restarts: int = flag(
-        "restart all ranks after a failure, at most N times without a newer checkpoint "
-        f"(default: {jobs.USUAL_RESTARTS})",
-        default=jobs.USUAL_RESTARTS,
-        parse=restarts,
-        metavar="N",
-    )
-    grace: float = flag(
-        "time for the ranks to save after SIGTERM, as when a node is drained (default: 30s)",
-        default=30.0,
-        parse=parse_seconds,
-        metavar="DURATION",
-    )
 
 
 @command(
@@ -71,36 +49,30 @@ def run(options: KubernetesOptions) -> int:
 
 
 def _request(options: KubernetesOptions) -> "PodsRequest":
+    """Return what to print; ``muster train`` in front of its flags trains from settings in the image."""
     from torchmuster.launch.schedulers.kubernetes import PodsRequest
 
     command = list(options.script)
-    is_train = command[:2] == ["muster", "train"]
-    if is_train:
+    subcommand: Literal["run", "train"] = "run"
+    script = command[0] if command else ""
+    if command[:2] == ["muster", "train"]:
+        subcommand = "train"
         command = command[2:]
-        script_name = "train"
-    else:
-        script_name = _script_name(command)
-    name = re.sub(r"[^a-z0-9]+", "-", script_name.lower()).strip("-")
-    return PodsRequest(
-        name=options.name or name,
-        image=options.image,
-        command=tuple(command),
-        subcommand="train" if is_train else "run",
-        nodes=options.nodes,
-        gpus_per_node=options.gpus_per_node,
-        ranks=options.ranks,
-        max_restarts=options.max_restarts,
-        grace_s=options.grace,
-    )
-
-
-def _script_name(command: list[str]) -> str:
-    if command[:1] == ["-m"] and len(command) > 1:
-        return command[1].rpartition(".")[2]
-    if not command or command[0].startswith("-") or command[0] == "muster":
+        script = "train"
+    elif script == "-m" and len(command) > 1:
+        script = command[1].rpartition(".")[2]
+    elif not script.endswith(".py"):
         raise Impossible(
             "there is no script to run",
             why="a script is a path in the image that ends in .py, or a module after -m",
             fix="muster kubernetes --image IMAGE train.py, or: … muster train --config config.yaml",
         )
-    return Path(command[0]).stem
+    name = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")
+    return PodsRequest(
+        name=options.name or name,
+        image=options.image,
+        command=tuple(command),
+        subcommand=subcommand,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+    )

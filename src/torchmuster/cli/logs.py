@@ -49,7 +49,7 @@ class LogsOptions(WhichRunOptions):
 )
 def run(options: LogsOptions) -> int:
     """Print the output, and follow it if requested."""
-    folder = choose_run(options.which, options.runs, "running")
+    folder = choose_run(options.which, options.runs, active_first=True)
     path, position = folder.console, 0
     if options.rank is not None:
         path = _rank_log(folder, options.rank)
@@ -62,7 +62,7 @@ def run(options: LogsOptions) -> int:
     try:
         return _follow(folder, path, position)
     except KeyboardInterrupt:
-        output.say(f"\nmuster: {folder.id} continues; to stop it: muster stop {folder.id}")
+        output.say(f"\nmuster: {folder.id} continues; to stop it: muster stop {folder.reference}")
         return ExitCode.GOOD
 
 
@@ -78,7 +78,7 @@ def _rank_log(run: RunFolder, rank: int) -> Path:
         raise Impossible(
             f"{run.id} has no log of rank {rank}",
             why=f"{log} does not exist",
-            fix=f"muster logs {run.id}  # shows the output of all ranks",
+            fix=f"muster logs {run.reference}  # shows the output of all ranks",
         )
     # Both come from a host that may have joined from elsewhere, and are to be pasted.
     host, path = printable([host_log.host]), printable([host_log.path_of(rank)])
@@ -94,11 +94,6 @@ def _follow(run: RunFolder, path: Path, position: int) -> int:
     from torchmuster.launch.history import run_state
 
     job = run_state.read_job(run)
-    if job is not None and not job.launcher.is_of_this_machine:
-        output.say(
-            f"muster: the run was launched on {job.launcher.host}; if its launcher is killed there, "
-            "this command notices only after some minutes"
-        )
     while True:
         # Before the last read of the log, so that nothing is missed.
         state = run_state.read_state(run)
@@ -113,7 +108,9 @@ def _follow(run: RunFolder, path: Path, position: int) -> int:
         output.say(f"muster: {run.id} never started, and its launcher is gone")
         return ExitCode.FAILED
     if state.phase == "died":
-        output.say(f"muster: {state.headline}; muster stop {run.id} kills processes that are left")
+        output.say(
+            f"muster: {state.headline}; muster stop {run.reference} kills processes that are left"
+        )
         return ExitCode.FAILED
     return ExitCode.FAILED if state.exit_code is None else state.exit_code
 

@@ -6,11 +6,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torchmuster import __version__
 from torchmuster.cli import output
-from torchmuster.cli.options import Command, ScriptOptions, add_flags, read_options, split_at_script
+from torchmuster.cli.options import Command, add_flags, read_options, split_command_line
 from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
 from torchmuster.runfolder import NO_ROOM
 
@@ -90,12 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     code = int(ExitCode.GOOD)
     try:
-        own, script = _split(typed)
-        try:
-            code = _run_command(own, script)
-        except MusterError as error:
-            code = error.exit_code
-            output.show_error(error, as_json="--json" in own)
+        code = _run_command(typed)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -116,39 +112,36 @@ def command_of(name: str) -> Command:
     return command
 
 
-def _split(typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line before its script, if its command takes one."""
-    if not typed or typed[0] not in COMMANDS:
-        return list(typed), []
-    command, names = command_of(typed[0]), 1
-    if typed[1:] and typed[1] in command.actions:
-        command, names = command.actions[typed[1]], 2
-    if command.options is None or not issubclass(command.options, ScriptOptions):
-        return list(typed), []
-    own, script = split_at_script(typed[names:], command.options)
-    return [*typed[:names], *own], script
+def _run_command(typed: Sequence[str]) -> int:
+    name = typed[0] if typed else ""
+    if name not in COMMANDS:
+        if name and not name.startswith("-"):
+            from torchmuster.config.fields import suggest_name
 
-
-def _run_command(own: Sequence[str], script: Sequence[str]) -> int:
-    name = own[0] if own else ""
-    if name and name not in COMMANDS and not name.startswith("-"):
-        from torchmuster.config.fields import suggest_name
-
-        hint = suggest_name(name, COMMANDS) or "muster --help lists the commands"
-        root_parser(only="").error(f"there is no command {name!r}; {hint}")
+            hint = suggest_name(name, COMMANDS) or "muster --help lists the commands"
+            root_parser(only="").error(f"there is no command {name!r}; {hint}")
+        root_parser(only="").parse_args(typed)
+        root_parser(only="").print_help()
+        return ExitCode.IMPOSSIBLE
+    own, script = split_command_line(command_of(name), typed[1:])
+    own = [name, *own]
     parsed, unknown = root_parser(only=name).parse_known_args(own)
     if unknown:
-        flags = parsed.parser._option_string_actions
         # The error is that of the command, with its usage.
-        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, flags)}")
-    command: Command | None = parsed.command
-    if command is None or command.options is None or command.run is None:
-        parsed.parser.print_help()  # muster, or muster lab: the help says what is missing
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    command: Command = parsed.command
+    if command.options is None or command.run is None:
+        parsed.parser.print_help()  # muster lab: the help says what is missing
         return ExitCode.IMPOSSIBLE
     filled = {"command_line": tuple(own), "script": tuple(script)}
     names = {option.name for option in dataclasses.fields(command.options)}
     needed = {name: value for name, value in filled.items() if name in names}
-    return int(command.run(read_options(command.options, parsed, **needed)))
+    options: Any = read_options(command.options, parsed, **needed)
+    try:
+        return int(command.run(options))
+    except MusterError as error:
+        output.show_error(error, as_json=getattr(options, "json", False))
+        return error.exit_code
 
 
 def _forget_output() -> None:
@@ -189,19 +182,3 @@ def _add_command(
         actions = parser.add_subparsers(title="actions", metavar="ACTION")
         for action, details in command.actions.items():
             _add_command(actions, action, details)
-
-
-def _hint(unknown: Sequence[str], flags: Collection[str]) -> str:
-    files = [word for word in unknown if word.endswith((".yaml", ".yml")) and word[0] != "-"]
-    if files and "--config" in flags:
-        return f"; give a settings file with --config {files[0]}"
-    name = unknown[0].partition("=")[0]
-    if not name.startswith("--"):
-        return ""
-    from torchmuster.config.fields import suggest_name
-
-    known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
-    suggestion = suggest_name(name.removeprefix("--").replace("_", "-"), known)
-    if suggestion:
-        return "; " + suggestion.replace("did you mean ", "did you mean --")
-    return "; the script's own flags follow the script" if "--dry-run" in flags else ""

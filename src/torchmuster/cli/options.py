@@ -218,32 +218,43 @@ def read_options(options: type[T], parsed: argparse.Namespace, **filled: object)
     return options(**values)
 
 
-def split_at_script(arguments: Sequence[str], options: type) -> tuple[list[str], list[str]]:
-    """Split the arguments of a command into its flags and the script with its own arguments.
+def split_command_line(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of a command into its own and the script with the script's arguments.
 
-    The script is the first argument that is neither a flag nor the value of a flag, or what follows ``-m``
-    (with it) or ``--``. Each value is joined to its flag (``--name=x``), so that it may begin with a dash.
+    Own are flags, their values and the names of actions, as in ``gpus --json pick``. The script is the first
+    other argument, or what follows ``-m`` (with it) or ``--``. Each value is joined to its flag (``--name=x``), so
+    that it may begin with a dash. A command without a script keeps all its arguments.
     """
-    infos = {}
-    for option in dataclasses.fields(options):
-        if FLAG in option.metadata and option.default is not False:
-            info = option.metadata[FLAG]
-            for name in (f"--{option.name.replace('_', '-')}", *info.aliases):
-                infos[name] = info
+    takes_script = command.options is not None and issubclass(command.options, ScriptOptions)
+    if not takes_script and not command.actions:
+        return list(arguments), []
+    infos = _flags_with_values(command.options)
     own: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest[0]
-        if word == "--":
+        if word in command.actions:
+            action_own, script = split_command_line(command.actions[word], rest[1:])
+            return [*own, word, *action_own], script
+        if word == "--" and takes_script:
             return own, rest[1:]
-        if not word.startswith("-") or word in ("-m", "--module", NO_PYTHON):
+        if takes_script and (not word.startswith("-") or word in ("-m", "--module", NO_PYTHON)):
             return own, rest
         rest = rest[1:]
         info = infos.get(word)
-        if info is None or not info.takes_value:
-            own.append(word)
-        elif rest:
-            own.append(f"{word}={rest.pop(0)}")
-        else:
-            own.append(word)  # argparse says that its value is missing
+        if info is not None and info.takes_value and rest:
+            word = f"{word}={rest.pop(0)}"
+        own.append(word)
     return own, rest
+
+
+def _flags_with_values(options: type | None) -> dict[str, FlagInfo]:
+    """Return what is known of each spelling of a flag that is no switch."""
+    infos = {}
+    for option in () if options is None else dataclasses.fields(options):
+        info = option.metadata.get(FLAG)
+        if info is None or option.default is False:
+            continue
+        for name in (f"--{option.name.replace('_', '-')}", *info.aliases):
+            infos[name] = info
+    return infos

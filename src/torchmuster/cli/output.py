@@ -6,6 +6,7 @@ hosts) loses its control characters here, so that it cannot control the terminal
 
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -29,7 +30,18 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
 
 def print_json(value: object) -> None:
     """Print one JSON document; all but ASCII is escaped, so that it cannot control the terminal."""
-    print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
+    print(json.dumps(_finite(value), indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
+
+
+def _finite(value: object) -> object:
+    """Return a value with null for numbers that are not finite: JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def print_text(text: str = "", *, end: str = "\n") -> None:

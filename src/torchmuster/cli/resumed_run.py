@@ -1,7 +1,6 @@
 """``muster train --resume``: continue a run with its own settings, and refuse changes that would make it another."""
 
 import dataclasses
-import json
 import os
 import shlex
 import time
@@ -11,7 +10,7 @@ from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import open_store
 from torchmuster.cli import output
 from torchmuster.cli.launch_options import TrainOptions
-from torchmuster.cli.which_run import choose_run
+from torchmuster.cli.which_run import choose_run, is_of_muster_train
 from torchmuster.config.resolve import Resolved, resolve_settings
 from torchmuster.config.training import checkpoint_place, with_absolute_folder
 from torchmuster.errors import Impossible, NotNow
@@ -32,7 +31,6 @@ _MAY_CHANGE = (
     "metrics.",
 )
 _LENGTHS = ("train.epochs", "train.steps")
-_ENDLESS = ("constant",)  # these do not depend on the end
 # Time that a node agent may take to exit after the ranks' grace period.
 _BEYOND_GRACE_S = 10.0
 _KILLED_WITHIN_S = 5.0
@@ -41,7 +39,7 @@ _LOOK_EVERY_S = 0.25
 
 def take_run(options: TrainOptions) -> tuple[RunFolder, TrainOptions]:
     """Find the run that ``--resume`` names; return it, and the options with its settings and devices."""
-    run = choose_run(str(options.resume), options.runs, "resume")
+    run = choose_run(str(options.resume), options.runs, is_of_muster_train)
     if options.config is not None:
         raise Impossible(
             f"--resume {options.resume} and --config {options.config} were both given",
@@ -56,7 +54,7 @@ def take_run(options: TrainOptions) -> tuple[RunFolder, TrainOptions]:
         )
     state = run_state.read_state(run)
     if state is not None and state.active:
-        fix = f"muster logs {run.id} -f follows it; muster stop {run.id} stops it"
+        fix = f"muster logs {run.reference} -f follows it; muster stop {run.reference} stops it"
         job = run_state.read_job(run)
         if job is not None and not job.launcher.is_of_this_machine:
             known = format_seconds(SILENT_AFTER_S)
@@ -106,7 +104,7 @@ def _with_its_job(run: RunFolder, options: TrainOptions) -> TrainOptions:
 
 
 def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
-    """Report changed settings and reject forbidden changes; return whether the run is finished."""
+    """Reject changes that would make it another training; return whether the run is finished."""
     before = with_absolute_folder(resolve_settings(file=run.config)).values()
     now = resolved.values()
     changed = [path for path in now if now[path] != before[path]]
@@ -120,8 +118,8 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
     for path in changed:
         if not path.startswith(_MAY_CHANGE) and HIDDEN not in str(before[path]):
             raise Impossible(
-                f"{path} is {_shown(now[path])} ({resolved.sources[path].where}), but {run.id} has "
-                f"{_shown(before[path])}",
+                f"{path} is {now[path]!r} ({resolved.sources[path].where}), but {run.id} has "
+                f"{before[path]!r}",
                 why="this setting defines the training run, so a resumed run cannot change it",
                 fix="leave it out, or start a new run: muster train --config "
                 f"{shlex.quote(str(run.config))} --set {path}=…",
@@ -135,25 +133,12 @@ def nothing_left(run: RunFolder, resolved: Resolved) -> bool:
         )
     if not committed_manifests(open_store(place)):
         output.say(f"muster: {run.id} has no checkpoint in {place}: starting from step 0")
-    is_longer = not set(changed).isdisjoint(_LENGTHS)
     state = run_state.read_state(run)
-    if state is not None and state.phase == "finished" and not is_longer:
+    if state is not None and state.phase == "finished" and set(changed).isdisjoint(_LENGTHS):
         given = next((path for path in _LENGTHS if now[path]), _LENGTHS[0])
         output.say(
             f"muster: {run.id} has finished: nothing left to train\n"
-            f"        to train longer: muster train --resume {run.id} --set {given}=…"
+            f"        to train longer: muster train --resume {run.reference} --set {given}=…"
         )
         return True
-    for path in changed:
-        output.say(f"muster: {path} is now {_shown(now[path])}; it was {_shown(before[path])}")
-    if is_longer and now["train.schedule"] not in _ENDLESS:
-        output.say(
-            f"muster: the {now['train.schedule']} schedule decays to "
-            f"{now['train.min_learning_rate']:g} at the new end, so the learning rate changes from "
-            "this step on"
-        )
     return False
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import psutil
 
 from torchmuster.cli import output
-from torchmuster.cli.options import WhichRunOptions, argument, command, flag
+from torchmuster.cli.options import WhichRunOptions, argument, command
 from torchmuster.cli.which_run import choose_run
 from torchmuster.errors import ExitCode, Impossible, MusterError
 from torchmuster.launch.history import run_state
 from torchmuster.launch.node import process_cleanup
 from torchmuster.runfolder import RunFolder, refuse_foreign
-from torchmuster.units import parse_seconds
 
 _SAY_EVERY_S = 5.0
 # Time that the launcher may take after the ranks' grace period to stop the other hosts and itself.
@@ -30,11 +29,6 @@ class StopOptions(WhichRunOptions):
     which: str | None = argument(
         "a run's id, a unique part of it, its folder, or: last (default: the active run, if there is only one)",
         metavar="RUN",
-    )
-    within: float | None = flag(
-        "kill the launcher after DURATION (default: 15s more than the run's launch.grace)",
-        parse=parse_seconds,
-        metavar="DURATION",
     )
 
 
@@ -51,12 +45,12 @@ class StopOptions(WhichRunOptions):
 )
 def run(options: StopOptions) -> int:
     """Stop the run."""
-    folder = choose_run(options.which, options.runs, "running", refuse_several=True)
+    folder = choose_run(options.which, options.runs, active_first=True, refuse_several=True)
     refuse_foreign(folder, "stop")
-    return stop_run(folder, within_s=options.within)
+    return stop_run(folder)
 
 
-def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
+def stop_run(run: RunFolder) -> int:
     """Stop a run of this user, whose folder was checked; a run that waits for GPUs leaves the line."""
     job, state = run_state.read_job(run), run_state.read_state(run)
     if job is None:
@@ -80,10 +74,9 @@ def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
             fix=f"ssh {job.launcher.host} muster stop {run.path.resolve()}",
         )
     if active and process is not None:
-        given = job.grace_s + _BEYOND_GRACE_S if within_s is None else within_s
         with contextlib.suppress(psutil.NoSuchProcess):  # it has exited
             process.send_signal(signal.SIGTERM)
-            _await_end(process, run, given)
+            _await_end(process, run, job.grace_s + _BEYOND_GRACE_S)
     left = []
     if job.token:
         owner = os.geteuid()
@@ -94,15 +87,9 @@ def stop_run(run: RunFolder, *, within_s: float | None = None) -> int:
             why="they do not react to SIGKILL because they are blocked in a driver or in disk I/O",
             fix="run dmesg to see what they wait for, or reboot the host",
         )
-    now = run_state.read_state(run)
-    outcome = "has stopped"
-    if state is not None and state.phase == "died":
-        outcome = f"had died: {state.headline}; none of its processes are left on this host"
-    elif state is not None and not state.active:
-        outcome = f"had already stopped: {state.headline}"
-    elif now is not None and now.phase == "saved":
-        outcome = f"has stopped: {now.headline}"
-    output.say(f"muster: {run.id} {outcome}")
+    ended = run_state.read_state(run)
+    outcome = "stopped" if ended is None else f"{ended.phase}: {ended.headline}"
+    output.say(f"muster: {run.id} {outcome}; none of its processes are left on this host")
     return ExitCode.GOOD
 
 

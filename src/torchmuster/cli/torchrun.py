@@ -6,8 +6,6 @@ The flags of torchrun are parsed by torch's own parser (torchrun_parser.py) and 
 import dataclasses
 import json
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,91 +22,37 @@ from torchmuster.launch.job import parse_nodes
 
 PARSER = Path(__file__).with_name("torchrun_parser.py")
 PYTHON = re.compile(r"python[\d.]*")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run")
-# Commands that start ranks in their own way, and what to type instead.
-OTHERS = {
-    "accelerate": "muster run --ranks 2 train.py …  # Accelerator() reads the rank from the environment",
-    "torch.distributed.launch": "muster run torchrun …  # and read LOCAL_RANK from the environment",
-    "deepspeed": "muster run --num-gpus 2 train.py …  # DeepSpeed reads the rank from the environment",
-    "mpirun": "muster run --hosts a,b train.py …",
-    "horovodrun": "muster run --hosts a,b train.py …",
-    "srun": "in the Slurm job, without srun: muster run train.py …  # starts ranks on all its nodes",
-    "sbatch": "muster run --slurm --nodes 2 train.py …",
-    "nohup": "muster run --detach train.py …",
-    "fabric": "muster run train.py …  # Fabric() reads the rank from the environment",
-    "bash": "in the shell script, write muster run in front of torchrun or python",
-    "sh": "in the shell script, write muster run in front of torchrun or python",
-    "uv": "uv run muster run train.py …",
-    "poetry": "poetry run muster run train.py …",
-    "conda": "conda run muster run train.py …",
-}
+# Flags of torchrun that cannot work here, and why.
 REFUSED = {
-    "numa_binding": (
-        "Muster does not bind ranks to cores; it divides the threads among them",
-        "leave it out, or bind in a wrapper: --no-python numactl …",
-    ),
-    "virtual_local_rank": (
-        "Muster makes all GPUs of a host visible to its ranks, and LOCAL_RANK is the device index",
-        "leave it out, and use the device LOCAL_RANK",
-    ),
-    "print_completion": ("it starts no ranks", "torchrun --print-completion bash"),
+    "numa_binding": "Muster divides the threads among the ranks; to bind them: --no-python numactl …",
+    "virtual_local_rank": "ranks see all GPUs of their host, and LOCAL_RANK is the device index",
+    "print_completion": "it starts no ranks",
 }
 # Flags of torchrun that need no word: the hosts meet at the launcher, and each run has its own id.
 SILENT = ("standalone", "run_path", "rdzv_backend", "rdzv_id")
 
 
 def translated(options: RunOptions) -> RunOptions:
-    """Return the options of the same run without launchers in front of the script."""
+    """Return the options of the same run without ``python`` and ``torchrun`` in front of the script."""
     command = list(options.script)
-    if not command or (Path(command[0]).is_file() and "/" not in command[0]):
+    if Path(command[0]).is_file() and "/" not in command[0]:
         return options
-    if ASSIGNMENT.fullmatch(command[0]):
-        raise Impossible(
-            f"{command[0].partition('=')[0]}=… is in front of the script",
-            why="the shell sets variables in front of a whole command",
-            fix=f"put it in front of muster, or: muster run --env {shlex.quote(command[0])} …",
-        )
-    name = Path(command[0]).name
-    if PYTHON.fullmatch(name):
-        command = _without_python(command)
-        name = command[0]
-        if name == "-m" and len(command) > 1:
-            module = "accelerate" if command[1].startswith("accelerate.") else command[1]
-            if module in (*TORCHRUN, *OTHERS):
-                command = command[1:]
-                name = module
-    if name in OTHERS:
-        raise Impossible(
-            f"muster run cannot start {name}",
-            why=f"{name} itself starts the ranks, or sets up their environment",
-            fix=OTHERS[name],
-        )
-    if name in TORCHRUN:
+    if PYTHON.fullmatch(Path(command[0]).name):
+        command = command[1:]
+        while command[:1] == ["-u"]:  # ranks are always unbuffered
+            command = command[1:]
+        if not command or (command[0].startswith("-") and command[0] != "-m"):
+            raise Impossible(
+                f"there is no script or module after {options.script[0]}",
+                why="Muster starts the Python of each rank itself, without flags",
+                fix="muster run train.py; flags of Python are variables, too: --env PYTHON…=…",
+            )
+        if command[0] == "-m" and command[1:2] == ["torch.distributed.run"]:
+            command = command[1:]
+    if Path(command[0]).name in TORCHRUN:
         return _from_torchrun(options, command[1:])
     return dataclasses.replace(options, script=tuple(command))
-
-
-def _without_python(command: Sequence[str]) -> list[str]:
-    """Return what an interpreter would run, after checking that it is the one of the ranks."""
-    path = shutil.which(command[0])
-    here = Path(sys.executable).parent.resolve()
-    if "/" in command[0] and (path is None or Path(path).parent.resolve() != here):
-        raise Impossible(
-            f"muster run starts ranks with {sys.executable}, not with {command[0]}",
-            why="ranks run with the Python that torchmuster is installed in",
-            fix=f"{command[0]} -m pip install torchmuster, then {command[0]} -m torchmuster run …",
-        )
-    rest = list(command[1:])
-    while rest[:1] == ["-u"]:  # ranks are always unbuffered
-        rest = rest[1:]
-    if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
-        raise Impossible(
-            f"there is no script or module after {' '.join([command[0], *rest[:1]])}",
-            why="Muster starts the Python of each rank itself",
-            fix="muster run train.py; flags of Python are variables, too: --env PYTHON…=…",
-        )
-    return rest
 
 
 def _parse(command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -126,9 +70,9 @@ def _parse(command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def _from_torchrun(options: RunOptions, command: Sequence[str]) -> RunOptions:
     """Return the options with those of torchrun; the flags of muster override them."""
     given, script = _parse(command)
-    for name, (why, fix) in REFUSED.items():
+    for name, why in REFUSED.items():
         if name in given:
-            raise Impossible(f"{_flag(name)} is not supported", why=why, fix=fix)
+            raise Impossible(f"{_flag(name)} is not supported", why=why, fix="leave it out")
     if str(given.pop("node_rank", 0)) != "0":
         raise Impossible(
             "--node-rank: Muster starts the ranks of all hosts with one command",

@@ -46,21 +46,15 @@ def rank_command(options: TrainedOptions, device: str, *, steps: int, purpose: s
     config = options.config
     script = options.script
     if script and script[0].endswith((".yaml", ".yml")) and config is None:
-        if len(script) > 1:
-            raise Impossible(
-                f"{script[1]} is after {script[0]}",
-                why="flags come before the settings file, as they do before a script",
-                fix=f"muster … {script[1]} … {script[0]}",
-            )
-        config, script = Path(script[0]), ()
+        config, script = Path(script[0]), script[1:]
     if config is None:
         checked = script_of(script, Path.cwd())
         return RankCommand(command=checked.command, module=checked.module)
     if script:
         raise Impossible(
-            "a settings file and a script were both given",
+            f"{script[0]} is beside the settings file {config}",
             why="a settings file is for muster train's own training loop; a script has its own settings",
-            fix="give one of the two",
+            fix="give one of the two; flags of muster come before either",
         )
     options = dataclasses.replace(options, config=config)
     resolved = with_absolute_folder(settings_of(options))

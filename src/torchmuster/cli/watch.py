@@ -22,7 +22,7 @@ _EVERY_S = 2.0
 class WatchOptions(WhichRunOptions):
     """The flags of ``muster watch``."""
 
-    once: bool = flag("print a snapshot as text, and exit", default=False)
+    once: bool = flag("print it once as text, as without a terminal", default=False)
     report: Path | None = flag(
         "write a self-contained page, like the report at a run's end, and exit",
         parse=Path,
@@ -37,7 +37,6 @@ class WatchOptions(WhichRunOptions):
         "muster watch                       progress, where the time goes, ranks, alerts",
         "muster watch --once                print a snapshot as text",
         "muster watch --report r.html       write a self-contained page, for a ticket",
-        "muster watch | tee alerts.txt      without a terminal: only alerts, one per line",
     ],
 )
 def run(options: WatchOptions) -> int:
@@ -45,20 +44,17 @@ def run(options: WatchOptions) -> int:
     from torchmuster.monitor.views.run_picture import RunWatch
     from torchmuster.monitor.views.run_screen import run_screen
 
-    folder = choose_run(options.which, options.runs, "running")
+    folder = choose_run(options.which, options.runs, active_first=True)
     if options.report is not None:
         reporting.write(folder, options.report)
         output.say(f"muster: report in {options.report}")
         return ExitCode.GOOD
     watch = RunWatch(folder)
-    if options.once:
+    if options.once or not sys.stdout.isatty():
         output.print_styled(run_screen(watch.look(time.time()), output.width()))
         return ExitCode.GOOD
     with suppress(KeyboardInterrupt):
-        if sys.stdout.isatty():
-            _draw_until_over(watch)
-        else:
-            _print_alerts_until_over(watch)
+        _draw_until_over(watch)
     return ExitCode.GOOD
 
 
@@ -77,18 +73,3 @@ def _draw_until_over(watch: "RunWatch") -> None:
             if picture.is_over:
                 return
             time.sleep(_EVERY_S)
-
-
-def _print_alerts_until_over(watch: "RunWatch") -> None:
-    """Print new and resolved alerts, one per line, with the fix below."""
-    while True:
-        picture = watch.look(time.time())
-        clock = time.strftime("%H:%M:%S")
-        for news in picture.news:
-            state = news.alert.severity if news.raised else "over"
-            output.print_text(f"{clock} {state}: {news.summary}")
-            if news.raised and news.fix:
-                output.print_text(f"{'':8} fix: {news.fix}")
-        if picture.is_over:
-            return
-        time.sleep(_EVERY_S)

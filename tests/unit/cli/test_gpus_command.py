@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster, muster_argv
 from nvml_stub import scenarios
@@ -35,9 +34,7 @@ def hostless(said: str) -> str:
     return said.replace(f" {host} has", " HOST has").replace(f" on {host}", " on HOST")
 
 
-def test_the_table_tells_who_uses_what(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
-) -> None:
+def test_the_table_tells_who_uses_what(machine: Machine, muster: Muster) -> None:
     machine(own_process(scenarios.eight_a100_idle(), 3, 40 * 2**30))
     result = muster("gpus", env={"COLUMNS": "120"})
     assert result.code == 0
@@ -48,21 +45,16 @@ def test_the_table_tells_who_uses_what(
     assert rows[0].split()[:2] == ["0", "A100-SXM4-80GB"]
     assert rows[0].rstrip().endswith("free")
     assert "40.0 / 80 GiB" in rows[3]
-    # The end of a long command is left out, and this one's begins where Python is installed.
     assert psutil.Process().cmdline()[0][:12] in rows[3]
     assert result.out.endswith("muster gpus pick --num-gpus 7 python train.py\n")
-    assert result.out.splitlines()[-1] == snapshot
 
 
-def test_a_gpu_that_is_lost_is_a_failure_with_its_fix(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
-) -> None:
+def test_a_gpu_that_is_lost_is_a_failure_with_its_fix(machine: Machine, muster: Muster) -> None:
     machine(scenarios.one_failing())
     result = muster("gpus")
     assert result.code == 1
     assert "failure  GPU 2 " in result.out
     assert "fix  sudo dmesg | grep -i xid" in result.out
-    assert result.out[result.out.index("failure  ") :] == snapshot
 
 
 def test_without_any_driver_the_cpu_is_shown_and_nothing_is_wrong(
@@ -97,23 +89,22 @@ def test_a_claim_is_shown_with_its_command(machine: Machine, muster: Muster) -> 
 
 
 def test_pick_prints_uuids_for_the_shell_and_the_reason_beside(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+    machine: Machine, muster: Muster
 ) -> None:
     machine(scenarios.eight_a100())
     result = muster("gpus", "pick", "--num-gpus", "2", "--min-free", "30GiB")
     assert result.code == 0
     assert result.out == f"{scenarios.gpu_uuid(6)},{scenarios.gpu_uuid(7)}\n"
     assert "GPUs 6, 7" in result.err
-    assert result.err == snapshot
-    assert not Path(os.environ["TORCHMUSTER_CLAIMS_DIR"]).exists()  # a look takes no lock
+    node = json.loads(muster("gpus", "--json").out)
+    assert not any(device["claim"] for device in node["accelerators"])
 
 
-def test_pick_json(machine: Machine, muster: Muster, snapshot: SnapshotAssertion) -> None:
+def test_pick_json(machine: Machine, muster: Muster) -> None:
     machine(scenarios.eight_a100_idle())
     answer = json.loads(muster("gpus", "pick", "--json").out)
     assert [one["number"] for one in answer["devices"]] == ["0"]
     assert answer["environment"] == {"CUDA_VISIBLE_DEVICES": scenarios.gpu_uuid(0)}
-    assert answer["reason"] == snapshot
 
 
 def test_pick_becomes_the_command(machine: Machine, muster: Muster) -> None:
@@ -159,7 +150,7 @@ def _user() -> str:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
-    machine: Machine, muster: Muster, line: str, value: str, snapshot: SnapshotAssertion
+    machine: Machine, muster: Muster, line: str, value: str
 ) -> None:
     machine(scenarios.eight_a100_idle())
     result = muster("gpus", "pick", *line.split())
@@ -167,7 +158,6 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     complaint = re.sub("(?s)^usage: .*\n(?=muster)", "", result.err)
     assert value in complaint
     assert "Traceback" not in result.err
-    assert hostless(complaint) == snapshot
 
 
 def test_a_refusal_is_json_where_json_was_asked_for(machine: Machine, muster: Muster) -> None:
@@ -187,13 +177,12 @@ def test_the_command_gets_its_signals_as_they_should_be(machine: Machine, muster
 
 
 def test_a_broken_driver_is_named_where_gpus_are_asked_for(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+    machine: Machine, muster: Muster
 ) -> None:
     machine(scenarios.driver_mismatch())
     result = muster("gpus", "pick")
     assert result.code == 2
     assert "fix  sudo reboot\n" in result.err
-    assert hostless(result.err) == snapshot
 
 
 def test_all_hidden_is_said_and_not_waited_for(machine: Machine, muster: Muster) -> None:

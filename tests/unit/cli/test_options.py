@@ -8,7 +8,7 @@ import pytest
 
 from torchmuster.cli import jobs, main
 from torchmuster.cli.launch_options import RunOptions, TrainOptions
-from torchmuster.cli.options import FOREVER_S, read_options, split_at_script
+from torchmuster.cli.options import FOREVER_S, read_options, split_command_line
 from torchmuster.cli.scripts import script_of
 from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.layers import Flag
@@ -19,7 +19,7 @@ SPEC = JobSpec(name="x", command=("x.py",), folder="/x", spares=2)
 
 
 def run_options(*words: str) -> RunOptions:
-    own, script = split_at_script(words, RunOptions)
+    own, script = split_command_line(main.command_of("run"), words)
     parsed = main.root_parser(only="run").parse_args(["run", *own])
     return read_options(RunOptions, parsed, command_line=("run", *own), script=tuple(script))
 
@@ -44,7 +44,21 @@ def run_options(*words: str) -> RunOptions:
     ],
 )
 def test_everything_from_the_script_on_belongs_to_it(words: str, own: str, script: str) -> None:
-    assert split_at_script(words.split(), RunOptions) == (own.split(), script.split())
+    split = split_command_line(main.command_of("run"), words.split())
+    assert split == (own.split(), script.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "script"),
+    [
+        ("--json pick --num-gpus 1 python -c 1", "--json pick --num-gpus=1", "python -c 1"),
+        ("pick -- sh -c x", "pick", "sh -c x"),
+        ("--json", "--json", ""),
+    ],
+)
+def test_an_action_may_follow_flags(words: str, own: str, script: str) -> None:
+    split = split_command_line(main.command_of("gpus"), words.split())
+    assert split == (own.split(), script.split())
 
 
 def test_flags_become_typed_options() -> None:
@@ -76,30 +90,23 @@ def refused(folder: Path, *words: str) -> Impossible:
     return caught.value
 
 
-@pytest.mark.parametrize("module", ["beside", "package.deep.train", "json.tool", "torchmuster"])
-def test_a_module_here_or_installed_is_found(tmp_path: Path, module: str) -> None:
-    (tmp_path / "beside.py").touch()
-    (tmp_path / "package").mkdir()
-    script = script_of(["-m", module, "--lr", "1"], tmp_path)
-    assert script.command == (module, "--lr", "1")
-    assert (script.module, script.name) == (True, module.rpartition(".")[2])
+def test_a_script_is_a_file_a_module_or_a_folder_with_main(tmp_path: Path) -> None:
+    script = script_of(["-m", "package.deep.train", "--lr", "1"], tmp_path)
+    assert script.command == ("package.deep.train", "--lr", "1")
+    assert (script.module, script.name) == (True, "train")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").touch()
+    assert script_of(["folder", "x"], tmp_path).command == ("folder", "x")
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "train.py").touch()
     assert "train.py" in refused(tmp_path).fix
-    assert "'trian.main'" in refused(tmp_path, "-m", "trian.main").what
-    assert refused(tmp_path, "folder").fix.endswith("folder/train.py")
+    assert "'folder'" in refused(tmp_path, "folder").what
+    assert "package.module" in refused(tmp_path, "-m").fix
     assert refused(tmp_path, "train").fix == "muster run train.py"
     assert "--hosts a,b" in refused(tmp_path, "b").fix
-
-
-def test_dry_run_after_a_script_that_does_not_know_it_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print(1)")
-    (tmp_path / "knows.py").write_text("parser.add_argument('--dry-run')")
-    assert "belongs to the script" in refused(tmp_path, "train.py", "--dry-run").what
-    assert script_of(["knows.py", "--dry-run"], tmp_path).command[-1] == "--dry-run"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def a_run_of(
 def test_stop_signals_no_process_that_a_folder_of_another_user_names(place: Path, who: int) -> None:
     with process_of(BOB, place) as victim:
         run = a_run_of(ALICE, place, victim)
-        done = muster_as(who, "stop", str(run.path), "--within", "1s", where=place)
+        done = muster_as(who, "stop", str(run.path), where=place)
         assert done.returncode == 2, done.stderr
         assert lives(victim)
         assert "sudo" not in done.stderr
@@ -151,7 +151,7 @@ def test_user_nobody_is_another_user(place: Path, who: int) -> None:
     """A file system may show a user's own files as nobody's, but this one does not."""
     with process_of(who, place, **{TOKEN_VARIABLE: TOKEN}) as victim:
         for run in (a_run_of(NOBODY, place, victim), a_run_of(NOBODY, place, token=TOKEN)):
-            done = muster_as(who, "stop", str(run.path), "--within", "1s", where=place)
+            done = muster_as(who, "stop", str(run.path), where=place)
             assert done.returncode == 2, done.stderr
             assert lives(victim)
 
@@ -159,7 +159,7 @@ def test_user_nobody_is_another_user(place: Path, who: int) -> None:
 def test_stop_signals_no_process_of_another_user_that_an_own_folder_names(place: Path) -> None:
     with process_of(BOB, place) as victim:
         run = a_run_of(ROOT, place, victim)
-        done = muster_as(ROOT, "stop", str(run.path), "--within", "1s", where=place)
+        done = muster_as(ROOT, "stop", str(run.path), where=place)
         assert done.returncode == 2, done.stderr
         assert lives(victim)
 
@@ -189,7 +189,7 @@ def test_stop_cancels_no_slurm_job_for_another_user(place: Path, owner: int, job
 def test_a_user_stops_an_own_run(place: Path) -> None:
     with process_of(ALICE, place) as own:
         run = a_run_of(ALICE, place, own)
-        done = muster_as(ALICE, "stop", str(run.path), "--within", "5s", where=place)
+        done = muster_as(ALICE, "stop", str(run.path), where=place)
         assert done.returncode == 0, done.stderr
         assert not lives(own)
 

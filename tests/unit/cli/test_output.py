@@ -1,5 +1,7 @@
 """What a command will write is tested before its work."""
 
+import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def test_a_folder_or_a_full_disk_is_refused(
     with pytest.raises(Impossible) as refused:
         output.refuse_unwritable(tmp_path / "plan.yaml")
     assert refused.value.why == "No space left on device"
+
+
+def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json({"loss": [math.nan, 1.5], "limit": math.inf})
+    shown = capsys.readouterr().out
+    assert "NaN" not in shown
+    assert json.loads(shown) == {"loss": [None, 1.5], "limit": None}
 
 
 def test_results_get_a_new_folder_or_the_given_one(tmp_path: Path) -> None:

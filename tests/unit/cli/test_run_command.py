@@ -37,7 +37,7 @@ Run = Callable[..., Result]
         ([], "muster run train.py"),
         (["nope.py"], "'nope.py'"),
         (["train"], "muster run train.py"),
-        (["-m", "nope.train"], "'nope.train'"),
+        (["accelerate", "launch", "train.py"], "'accelerate'"),
         (["--device", "cpu", "--num-gpus", "2", "train.py"], "--ranks 2"),
         (["--ranks", "3", "--num-gpus", "2", "train.py"], "--ranks 3"),
         (["--hosts", "", "train.py"], "launch.hosts"),

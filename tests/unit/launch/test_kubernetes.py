@@ -31,7 +31,6 @@ def pods_request(**changes: Any) -> PodsRequest:
         "name": "train",
         "image": "team/train:1",
         "command": ("train.py",),
-        "max_restarts": 3,
     }
     return PodsRequest(**{**settings, **changes})
 
@@ -90,9 +89,7 @@ def test_a_name_is_a_text(name: str) -> None:
     ("changes", "expected"),
     [
         ({}, ["run", "--device=cpu", "--ranks=1", "train.py"]),
-        ({"ranks": 2}, ["--ranks=2"]),
-        ({"gpus_per_node": 8, "ranks": 4}, ["--num-gpus=4"]),
-        ({"max_restarts": 0, "grace_s": 90.0}, ["--max-restarts=0", "--set=launch.grace=90s"]),
+        ({"gpus_per_node": 8}, ["run", "--max-restarts=3", "--set=launch.grace=30s"]),
         (
             {"subcommand": "train", "command": ("--config", "a.yaml")},
             ["train", "--config", "a.yaml"],
@@ -123,8 +120,8 @@ def test_the_pods_find_their_group(nodes: int) -> None:
 
 
 def test_a_pod_has_time_to_save() -> None:
-    pod = job(pods_request(grace_s=90.0))["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 105
+    pod = job(pods_request())["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 45
 
 
 def test_pods_have_few_rights() -> None:

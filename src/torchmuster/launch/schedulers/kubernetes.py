@@ -5,7 +5,6 @@ is one template for any number of pods. Pod 0 is the launcher: it restarts the r
 join again. The cluster only replaces pods, and has to know which exit codes mean that.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +14,9 @@ from torchmuster.launch.schedulers import node_group
 from torchmuster.launch.schedulers.time_limits import POD_VARIABLE
 from torchmuster.redaction import redact_command
 
-# Beyond the ranks' grace period: for the launcher, to kill ranks that do not stop, and to exit.
-_TO_END_S = 15
+# The ranks' grace period, and the time beyond it for the launcher to kill ranks that do not stop, and to exit.
+_GRACE_S, _TO_END_S = 30, 15
+_MAX_RESTARTS = 3
 # The launcher decides when a run has failed (--max-restarts); this stops pods that can never start.
 _REPLACEMENTS, _REPLACEMENTS_PER_POD = 100, 10
 # A shell's exit codes for a command that does not exist or cannot be executed.
@@ -92,7 +92,7 @@ spec:
 class PodsRequest:
     """A job in pods: the image, the number of pods, and what ``muster`` runs in them.
 
-    ``command`` follows ``muster run`` or ``muster train`` (``subcommand``). ``ranks`` per pod; None: one per GPU, or one without GPUs.
+    ``command`` follows ``muster run`` or ``muster train`` (``subcommand``). There is one rank per GPU, or one without GPUs.
     """
 
     name: str
@@ -101,9 +101,6 @@ class PodsRequest:
     subcommand: Literal["run", "train"] = "run"
     nodes: int = 1
     gpus_per_node: int = 0
-    ranks: int | None = None
-    max_restarts: int
-    grace_s: float = 30.0
 
 
 def render_job(request: PodsRequest) -> str:
@@ -114,7 +111,7 @@ def render_job(request: PodsRequest) -> str:
 
     """
     _check(request)
-    seconds_to_end = math.ceil(request.grace_s) + _TO_END_S
+    seconds_to_end = _GRACE_S + _TO_END_S
     final_codes = sorted({*map(int, node_group.FINAL - {ExitCode.GOOD}), *_NO_COMMAND})
     resources = "{}"
     if request.gpus_per_node:
@@ -162,13 +159,11 @@ def _arguments(request: PodsRequest) -> list[str]:
     """Return the arguments of ``muster``; the user's own follow and take precedence."""
     flags = [
         "--runs=/runs",
-        f"--max-restarts={request.max_restarts}",
-        f"--set=launch.grace={request.grace_s:g}s",
+        f"--max-restarts={_MAX_RESTARTS}",
+        f"--set=launch.grace={_GRACE_S}s",
     ]
     if not request.gpus_per_node:
-        flags += ["--device=cpu", f"--ranks={request.ranks or 1}"]
-    elif request.ranks is not None:
-        flags.append(f"--num-gpus={request.ranks}")
+        flags += ["--device=cpu", "--ranks=1"]
     # Kubernetes expands $(NAME) in arguments, and turns $$ into $.
     command = [argument.replace("$", "$$") for argument in request.command]
     if request.subcommand == "train":

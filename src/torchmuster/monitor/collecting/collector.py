@@ -187,16 +187,11 @@ class Collector:
         runs: Path,
         look: Callable[[], Node],
         *,
-        all_ranks: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collect from the runs in a folder; ``look`` polls this host's devices.
-
-        With ``all_ranks``, ranks on other hosts are exported too, for hosts without an exporter.
-        """
+        """Collect from the runs in a folder; ``look`` polls this host's devices."""
         self._runs = runs
         self._look = look
-        self._all_ranks = all_ranks
         self._clock = clock
         self._active = ActiveRuns(runs)
         self._host: HostMetrics | None = None
@@ -235,11 +230,10 @@ class Collector:
 
     def _of_run(self, run: FollowedRun, hostname: str, now_unix_s: float) -> Iterator[Sample]:
         labels = (run.job, run.folder.id)
-        if self._all_ranks or _speaks_for(hostname, run.folder):
+        if _speaks_for(hostname, run.folder):
             yield from run.metrics.samples(now_unix_s)
             yield from rank_number(node_records.read_node_ranks(run.folder, now_unix_s), labels)
-        machine = None if self._all_ranks else hostname
-        nodes = node_records.read_node_ranks(run.folder, now_unix_s, of_host=machine)
+        nodes = node_records.read_node_ranks(run.folder, now_unix_s, of_host=hostname)
         yield from rank_samples(nodes, labels)
 
 
