@@ -110,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
     podman, lab = Podman(tmp_path), lab_name()
     remove_abandoned(podman)
 
-    def start_job(*command: str, max_restarts: int = 3) -> IndexedJob:
+    def start_job(*command: str) -> IndexedJob:
         image = mounted_image(podman, lab, FILES)
         podman("network", "create", "--label", f"{LABEL}={lab}", lab)
         flags = [
@@ -129,7 +129,6 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
         for line, edited in (
             ("        env:\n", "        env:\n        - {name: OMP_NUM_THREADS, value: '1'}\n"),
             ("--ranks=1", f"--ranks={RANKS_PER_NODE}"),
-            ("--max-restarts=3", f"--max-restarts={max_restarts}"),
             ("launch.grace=30s", "launch.grace=10s"),
             ("terminationGracePeriodSeconds: 45", "terminationGracePeriodSeconds: 25"),
             (

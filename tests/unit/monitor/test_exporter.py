@@ -70,7 +70,7 @@ def test_a_taken_port_and_a_missing_certificate_are_named(tmp_path: Path) -> Non
     ):
         pass
     with (
-        pytest.raises(Impossible, match="cannot serve metrics with"),
+        pytest.raises(Impossible, match="cannot serve metrics on"),
         serve_metrics(lambda: SAMPLES, tls=tls),
     ):
         pass
