@@ -72,13 +72,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench-matmul": ("bench", "matmul", *CPU, "--quick"),
     "bench-precision": ("bench", "precision", *CPU, "--quick"),
     "bench-attention": ("bench", "attention", *CPU, "--quick"),
-    "bench-memory": ("bench", "memory", *CPU, "--quick", "--batch-size", "4"),
+    "bench-memory": ("bench", "memory", *CPU, "--quick"),
     "bench-data": (
-        *("bench", "data", *CPU, "--quick", "--workers", "0,1"),
+        *("bench", "data", *CPU, "--quick"),
         *("--set", "data.dataset=own:data", "--set", "train.micro_batch_size=4"),
     ),
     "bench-collectives": ("bench", "collectives", *CPU, "--quick"),
-    "bench-scaling": ("bench", "scaling", *CPU, "--quick", "--ranks", "1,2", "--batch-size", "2"),
+    "bench-scaling": ("bench", "scaling", *CPU, "--quick", "--ranks", "1,2"),
 }
 
 

@@ -2,19 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchmuster.bench import show
-from torchmuster.bench.result import Report, Row, Table
+from torchmuster.bench.result import Report, Row
 from torchmuster.finding import Finding, Status
-from torchmuster.pages.charts import Axis, amount_text, line_chart
+from torchmuster.pages.charts import Axis, line_chart
 
 if TYPE_CHECKING:
     import torch
 
+LENGTHS = (128, 256, 512, 1024, 2048)
+QUICK_LENGTHS = (128, 512)
 PLAIN = "plain"  # softmax(q k^T) v, with the whole matrix of scores
 # Relative errors that rounding explains, with float64 as the reference.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 3e-2}
+
+
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of :func:`measure`."""
+    if quick:
+        return {"lengths": QUICK_LENGTHS, "seconds": 0.1}
+    return {"lengths": LENGTHS, "seconds": 0.4}
 
 
 def measure(
@@ -56,7 +65,7 @@ def measure(
             }
             try:
                 error = timing.relative_error(torch.stack(call())[:, :, :1], exact)
-                figures[name] = {"error": error, "peak_bytes": timing.peak_bytes(call, place)}
+                figures[name] = {"error": error, "peak_bytes": timing.memory_of(call, place)[0]}
                 calls[name] = call
             except RuntimeError as error:  # not for this device or dtype, or out of memory
                 problem = str(error).strip().splitlines()[0]
@@ -127,6 +136,15 @@ def summarize(rows: Sequence[Row]) -> Report:
     """Name the fastest implementation with right values at the largest length."""
     timed = [row for row in rows if row.seconds]
     failed = [row for row in rows if row.problem]
+    notes = [unusable(row) for row in failed]
+    if not timed:
+        return Report(
+            conclusion="No implementation of attention could be measured.",
+            advice="free memory of this device, and measure again.",
+            tables=[],
+            charts={},
+            findings=notes,
+        )
     longest = max(int(row.labels["length"]) for row in timed)
     at_longest = {
         row.labels["implementation"]: row for row in timed if row.labels["length"] == longest
@@ -145,39 +163,27 @@ def summarize(rows: Sequence[Row]) -> Report:
     advice = "call torch.nn.functional.scaled_dot_product_attention; torch then chooses a backend."
     if name == PLAIN:
         advice = "keep the plain formula at these lengths, and measure again with longer sequences."
-    return Report(
-        conclusion=conclusion,
-        advice=advice,
-        tables=[
-            Table(
-                title="Causal attention, forward and backward",
-                head=("length", "implementation", "time", "peak memory", "relative error"),
-                rows=[table_cells(row) for row in timed],
-            )
-        ],
-        charts={"attention": chart(timed)},
-        findings=[*map(unusable, failed), *show.wrong_values("attention", timed, LARGEST_ERROR)],
+    table = show.table(
+        "Causal attention, forward and backward",
+        timed,
+        show.label("length"),
+        show.label("implementation"),
+        show.TIME,
+        show.amount("peak memory", "peak_bytes", "B"),
+        show.ERROR,
     )
-
-
-def table_cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table."""
-    return (
-        str(row.labels["length"]),
-        str(row.labels["implementation"]),
-        amount_text(row.median_s, "s"),
-        amount_text(row.figures["peak_bytes"], "B"),
-        f"{row.figures['error']:.1g}",
-    )
-
-
-def chart(rows: Sequence[Row]) -> str:
-    """Draw the time by length, a curve for each implementation."""
-    return line_chart(
+    chart = line_chart(
         "Causal attention: time of forward and backward",
         Axis(title="sequence length", log=True),
         Axis(title="time of one call", unit="s", log=True),
-        show.curves(rows, "implementation", "length", lambda row: row.median_s),
+        show.curves(timed, "implementation", "length", lambda row: row.median_s),
+    )
+    return Report(
+        conclusion=conclusion,
+        advice=advice,
+        tables=[table],
+        charts={"attention": chart},
+        findings=[*notes, *show.wrong_values("attention", timed, LARGEST_ERROR)],
     )
 
 

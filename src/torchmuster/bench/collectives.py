@@ -1,20 +1,25 @@
 """``muster bench collectives``: latency and bandwidth between ranks by operation and message size."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchmuster.bench import show
-from torchmuster.bench.result import Report, Row, Table
+from torchmuster.bench.result import Report, Row
 from torchmuster.finding import Finding, Status
 from torchmuster.pages.charts import Axis, amount_text, line_chart
+from torchmuster.units import KiB, MiB
 
-if TYPE_CHECKING:
-    pass
-
-OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter")
+SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB)  # of messages
+QUICK_SIZES = (4 * KiB, MiB)
 SLOW_S = 1.0  # larger messages of this operation are left out after one that takes longer
 SAMPLES = 5
 SAMPLE_S = 0.05  # each sample repeats the message for about so long
+
+
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of :func:`measure`."""
+    return {"sizes": QUICK_SIZES if quick else SIZES}
 
 
 def measure(device: str, sizes: Sequence[int]) -> list[Row]:
@@ -76,7 +81,7 @@ def measure_message(operation: str, size: int, world: Any) -> Row:
 
 def message(
     operation: str, elements: int, world: Any
-) -> "tuple[Callable[[], None], Callable[[], int]]":
+) -> tuple[Callable[[], None], Callable[[], int]]:
     """Return a call of the operation, and a count of the wrong values that it leaves.
 
     Inputs are not changed, so each call gives the same values.
@@ -100,15 +105,11 @@ def message(
     def reduce_scatter() -> None:
         dist.reduce_scatter_tensor(part, inputs)
 
-    def broadcast() -> None:
-        dist.broadcast(inputs, src=0)
-
     by_rank = torch.arange(1, ranks + 1.0, device=world.device).repeat_interleave(elements // ranks)
     calls: dict[str, tuple[Callable[[], None], torch.Tensor, torch.Tensor]] = {
         "all-reduce": (all_reduce, whole, torch.full_like(whole, total)),
         "all-gather": (all_gather, whole, by_rank),
         "reduce-scatter": (reduce_scatter, part, torch.full_like(part, total)),
-        "broadcast": (broadcast, inputs, torch.ones_like(inputs)),
     }
     call, result, expected = calls[operation]
     return call, lambda: int((result != expected).sum())
@@ -122,8 +123,6 @@ def bus_factor(operation: str, ranks: int) -> float:
     """
     if operation == "all-reduce":
         return 2 * (ranks - 1) / ranks
-    if operation == "broadcast":
-        return 1.0
     return (ranks - 1) / ranks
 
 
@@ -145,17 +144,26 @@ def summarize(rows: Sequence[Row]) -> Report:
         f"send messages of at least {size_text(enough)} (DDP: bucket_cap_mb), which reach 80 % of "
         "the largest bandwidth; compare it with your link, and run muster check if it is lower."
     )
+    table = show.table(
+        "Messages between ranks (bus bandwidth as in nccl-tests)",
+        rows,
+        show.label("operation"),
+        ("size", size_text),
+        show.TIME,
+        show.amount("bus bandwidth", "bus_bytes_s", "B/s"),
+        ("wrong values", lambda row: f"{row.figures['wrong_values']:.0f}"),
+    )
+    chart = line_chart(
+        f"Messages between {rows[0].labels['ranks']} ranks",
+        Axis(title="message size", unit="B", log=True),
+        Axis(title="bus bandwidth", unit="B/s", log=True),
+        show.curves(rows, "operation", "bytes", bandwidth),
+    )
     return Report(
         conclusion=conclusion,
         advice=advice,
-        tables=[
-            Table(
-                title="Messages between ranks (bus bandwidth as in nccl-tests)",
-                head=("operation", "size", "time", "bus bandwidth", "wrong values"),
-                rows=[table_cells(row) for row in rows],
-            )
-        ],
-        charts={"collectives": chart(rows)},
+        tables=[table],
+        charts={"collectives": chart},
         findings=[wrong_value(row) for row in rows if row.figures["wrong_values"]],
     )
 
@@ -168,27 +176,6 @@ def bandwidth(row: Row) -> float:
 def size_text(row: Row) -> str:
     """Return the size of a message."""
     return amount_text(int(row.labels["bytes"]), "B")
-
-
-def table_cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table."""
-    return (
-        str(row.labels["operation"]),
-        size_text(row),
-        amount_text(row.median_s, "s"),
-        amount_text(bandwidth(row), "B/s"),
-        f"{row.figures['wrong_values']:.0f}",
-    )
-
-
-def chart(rows: Sequence[Row]) -> str:
-    """Draw the bus bandwidth by size, a curve for each operation."""
-    return line_chart(
-        f"Messages between {rows[0].labels['ranks']} ranks",
-        Axis(title="message size", unit="B", log=True),
-        Axis(title="bus bandwidth", unit="B/s", log=True),
-        show.curves(rows, "operation", "bytes", bandwidth),
-    )
 
 
 def wrong_value(row: Row) -> Finding:

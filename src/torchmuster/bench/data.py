@@ -5,11 +5,21 @@ has the time of one batch, and the samples of all ranks in it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from torchmuster.bench.result import Report, Row, Table
-from torchmuster.pages.charts import Bar, amount_text, bar_chart
+from torchmuster.bench import show
+from torchmuster.bench.result import Report, Row, doublings
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.pages.charts import Bar, bar_chart
 
+MEASURING = "torchmuster.worker.reading"
 ENOUGH = 0.95  # of the best rate: fewer workers that reach it are preferred
+
+
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of the measurement but the settings of the data: 0, 1, 2, 4, … workers."""
+    cores = usable_cores().value // max(ranks)
+    return {"workers": (0, *doublings(max(2, cores))), "seconds": 0.3 if quick else 2.0}
 
 
 def rate(row: Row) -> float:
@@ -27,32 +37,18 @@ def summarize(rows: Sequence[Row]) -> Report:
         f"{workers} workers per rank read {rate(enough):,.0f} samples/s, "
         f"{rate(enough) / rate(in_rank):.2g} times as many as {in_rank.labels['workers']} workers."
     )
+    table = show.table(
+        "Reading with loader workers (per rank)",
+        rows,
+        show.label("workers"),
+        show.TIME,
+        ("samples/s", lambda row: f"{rate(row):,.0f}"),
+    )
+    bars = [Bar(name=f"{row.labels['workers']} workers", parts={"": rate(row)}) for row in rows]
+    chart = bar_chart("Reading data: samples per second, all ranks", "samples/s", bars)
     return Report(
         conclusion=conclusion,
         advice=f"set data.workers: {workers}; more workers add less than {1 - ENOUGH:.0%}.",
-        tables=[
-            Table(
-                title="Reading with loader workers (per rank)",
-                head=("workers", "batch", "samples/s"),
-                rows=[table_cells(row) for row in rows],
-            )
-        ],
-        charts={"data": chart(rows)},
+        tables=[table],
+        charts={"data": chart},
     )
-
-
-def table_cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table."""
-    return (
-        str(row.labels["workers"]),
-        amount_text(row.median_s, "s"),
-        f"{rate(row):,.0f}",
-    )
-
-
-def chart(rows: Sequence[Row]) -> str:
-    """Draw the rate, a bar for each number of workers."""
-    bars = []
-    for row in rows:
-        bars.append(Bar(name=f"{row.labels['workers']} workers", parts={"": rate(row)}))
-    return bar_chart("Reading data: samples per second, all ranks", "samples/s", bars)

@@ -4,17 +4,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchmuster.bench import show
-from torchmuster.bench.result import Report, Row, Table, quartiles
+from torchmuster.bench.result import Report, Row, quartiles
 from torchmuster.errors import Impossible
-from torchmuster.pages.charts import Axis, amount_text, line_chart
+from torchmuster.pages.charts import Axis, line_chart
 
 if TYPE_CHECKING:
     import torch
 
+SIZES = (128, 256, 512, 1024, 2048, 4096)
+QUICK_SIZES = (128, 256, 512, 1024)
 # Relative errors that rounding explains, with float64 as the reference.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SLOW_S = 0.5  # larger products of this dtype are left out after one that takes longer
 CHECKED_ROWS = 8
+
+
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of :func:`measure`."""
+    if quick:
+        return {"sizes": QUICK_SIZES, "seconds": 0.1}
+    return {"sizes": SIZES, "seconds": 0.4}
 
 
 def measure(device: str, sizes: Sequence[int], seconds: float = 0.4) -> list[Row]:
@@ -125,10 +134,15 @@ def summarize(rows: Sequence[Row]) -> Report:
         y = Axis(title="CPU time / GPU time (above 1: the GPU is faster)", log=True)
         title = "Matrix products: speed-up of the GPU over the CPU"
     x = Axis(title="rows and columns of each matrix", log=True)
-    table = Table(
-        title="Products of two square matrices",
-        head=("size", "device", "dtype", "time", "TFLOPS", "relative error"),
-        rows=[table_cells(row) for row in rows],
+    table = show.table(
+        "Products of two square matrices",
+        rows,
+        show.label("size"),
+        show.label("device"),
+        show.label("dtype"),
+        show.TIME,
+        ("TFLOPS", lambda row: f"{tflops(row):.3g}"),
+        show.ERROR,
     )
     return Report(
         conclusion=conclusion,
@@ -147,18 +161,6 @@ def shape(row: Row) -> tuple[str | int, str | int]:
 def case(row: Row) -> str:
     """Return what a row measured."""
     return f"{row.labels['dtype']}, size {row.labels['size']}, {row.labels['device']}"
-
-
-def table_cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table."""
-    return (
-        str(row.labels["size"]),
-        str(row.labels["device"]),
-        str(row.labels["dtype"]),
-        amount_text(row.median_s, "s"),
-        f"{tflops(row):.3g}",
-        f"{row.figures['error']:.1g}",
-    )
 
 
 def advice(rows: Sequence[Row], best: Row) -> str:

@@ -1,16 +1,17 @@
 """``muster bench memory``: memory of training by stage, and what recomputing blocks saves and costs."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torchmuster.bench.result import Report, Row, Table
+from torchmuster.bench import show
+from torchmuster.bench.result import Report, Row
 from torchmuster.pages.charts import Bar, amount_text, bar_chart
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from torchmuster.bench.small_gpt import SmallGpt
 
 # Name, precision, and N of recomputing every N-th block; 0: no block.
 CASES = (
@@ -23,7 +24,10 @@ CASES = (
 WHOLE_STEP = "step"
 FEWER_BYTES = 0.05  # a share of the peak memory that is worth a recommendation
 
-StageBytes = tuple[str, int, int, int]  # name, bytes before, peak in it, bytes after
+
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of :func:`measure`."""
+    return {"seconds": 0.5 if quick else 2.0}
 
 
 def measure(
@@ -45,21 +49,22 @@ def measure(
     figures: dict[str, dict[str, float]] = {}
     for name, precision, every in CASES:
         torch.manual_seed(0)
-        recorder = StageRecorder(place)
-        with recorder:
-            model = small_gpt.SmallGpt(width=width, blocks=blocks).to(place)
-            model.recompute_every = every
-            training = Training(model, precision)
-            training.step(batch, recorder)
-            training.step(batch, recorder)
-        second_step = recorder.stages[-3:]
-        for stage, before, peak, after in second_step:
+        training = Training(batch, precision)
+        build = partial(training.build, width=width, blocks=blocks, recompute_every=every)
+        _, live = timing.memory_of(build, place)
+        training.step()  # creates the states of the optimizer, and frees the gradients
+        live += training.states_bytes()
+        peaks = []
+        for stage, call in training.stages().items():
+            peak, change = timing.memory_of(call, place)
             row = Row(labels={"case": name, "recompute_every": every, "stage": stage})
-            row.figures.update(before_bytes=before, peak_bytes=peak, after_bytes=after)
+            row.figures.update(before_bytes=live, peak_bytes=live + peak, after_bytes=live + change)
             rows.append(row)
-        calls[name] = partial(training.step, batch, StageRecorder(place))
+            peaks.append(live + peak)
+            live += change
+        calls[name] = training.step
         figures[name] = {
-            "peak_bytes": max(peak for _, _, peak, _ in second_step),
+            "peak_bytes": max(peaks),
             "weights_gradients_states_bytes": training.fixed_bytes(),
         }
     samples = timing.time_calls(calls, seconds)
@@ -70,105 +75,67 @@ def measure(
 
 
 class Training:
-    """A model with AdamW, whose steps report their stages.
+    """A model with AdamW, whose step has three stages.
 
     Weights are float32 in both precisions; bf16 computes with autocast, so it has smaller activations
     and the same weights, gradients and states.
     """
 
-    def __init__(self, model: "nn.Module", precision: str) -> None:
-        import torch
+    model: "SmallGpt"
+    optimizer: "torch.optim.Optimizer"
+    loss: "torch.Tensor"
 
-        self.model = model
+    def __init__(self, batch: "torch.Tensor", precision: str) -> None:
+        self.batch = batch
         self.precision = precision
-        self.optimizer = torch.optim.AdamW(model.parameters())
 
-    def step(self, batch: "torch.Tensor", recorder: "StageRecorder") -> None:
-        """Make a step with its stages."""
+    def build(self, width: int, blocks: int, recompute_every: int) -> None:
+        """Create the model and the optimizer."""
         import torch
 
-        with recorder.stage("forward"):
-            reduced = self.precision == "bf16"
-            with torch.autocast(batch.device.type, torch.bfloat16, enabled=reduced):
-                loss = self.model(batch)
-        with recorder.stage("backward"):
-            loss.backward()
-        with recorder.stage("optimizer step"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        from torchmuster.bench import small_gpt
+
+        self.model = small_gpt.SmallGpt(width=width, blocks=blocks).to(self.batch.device)
+        self.model.recompute_every = recompute_every
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        """Return the stages of a step, in order."""
+        return {"forward": self.forward, "backward": self.backward, "optimizer step": self.update}
+
+    def step(self) -> None:
+        """Make a step."""
+        for stage in self.stages().values():
+            stage()
+
+    def forward(self) -> None:
+        """Compute the loss."""
+        import torch
+
+        reduced = self.precision == "bf16"
+        with torch.autocast(self.batch.device.type, torch.bfloat16, enabled=reduced):
+            self.loss = self.model(self.batch)
+
+    def backward(self) -> None:
+        """Compute the gradients; the activations are freed."""
+        self.loss.backward()  # type: ignore[no-untyped-call]
+        del self.loss
+
+    def update(self) -> None:
+        """Change the weights, and free the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def states_bytes(self) -> int:
+        """Return the bytes of the optimizer's states."""
+        states = 0
+        for tensors in self.optimizer.state.values():
+            states += sum(tensor.nbytes for tensor in tensors.values())
+        return states
 
     def fixed_bytes(self) -> int:
         """Return the bytes of weights, gradients and AdamW's two moments, whatever the batch is."""
         return 4 * sum(parameter.nbytes for parameter in self.model.parameters())
-
-
-class StageRecorder:
-    """Records live bytes before, during and after each stage, while it is entered as a context.
-
-    On a GPU these are the allocator's figures. On a CPU the profiler reports every allocation.
-    """
-
-    def __init__(self, device: "torch.device") -> None:
-        self.device = device
-        self.stages: list[StageBytes] = []
-        self._recording = False
-        self._begin_bytes = 0
-
-    def __enter__(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        self._recording = True
-        if self.device.type != "cpu":
-            self._begin_bytes = int(torch.accelerator.memory_allocated(self.device))
-        else:
-            self._profile = profile(
-                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-            )
-            self._profile.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._recording = False
-        if self.device.type == "cpu":
-            self._profile.stop()
-            self._read_profile()
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Record a stage; does nothing outside the context."""
-        import torch
-        from torch.profiler import record_function
-
-        if not self._recording:
-            yield
-        elif self.device.type == "cpu":
-            with record_function(f"stage: {name}"):
-                yield
-        else:
-            accelerator = torch.accelerator
-            before = int(accelerator.memory_allocated(self.device)) - self._begin_bytes
-            accelerator.reset_peak_memory_stats(self.device)
-            yield
-            peak = int(accelerator.max_memory_allocated(self.device)) - self._begin_bytes
-            after = int(accelerator.memory_allocated(self.device)) - self._begin_bytes
-            self.stages.append((name, before, peak, after))
-
-    def _read_profile(self) -> None:
-        """Add up the allocations before and in each stage.
-
-        The profiler reports each allocation with its time, and each stage as a range of time.
-        """
-        from torchmuster.bench import timing
-
-        allocations = sorted(timing.allocations(self._profile))
-        for name, begin_ns, end_ns in timing.recorded_ranges(self._profile, "stage: "):
-            before = sum(size for time_ns, size in allocations if time_ns < begin_ns)
-            live = peak = before
-            for time_ns, size in allocations:
-                if begin_ns <= time_ns < end_ns:
-                    live += size
-                    peak = max(peak, live)
-            self.stages.append((name, before, peak, live))
 
 
 def summarize(rows: Sequence[Row]) -> Report:
@@ -192,55 +159,48 @@ def summarize(rows: Sequence[Row]) -> Report:
     if saved < FEWER_BYTES:
         advice = "do not recompute blocks at this batch size; it saves almost nothing."
     stages = [row for row in rows if row.labels["stage"] != WHOLE_STEP]
+    plain_stages = [row for row in stages if not row.labels["recompute_every"]]
+
+    def saved_by(row: Row) -> str:
+        return f"{1 - row.figures['peak_bytes'] / plain.figures['peak_bytes']:.0%}"
+
+    stage_bars = []
+    for row in plain_stages:
+        name = f"{row.labels['case']}: {row.labels['stage']}"
+        stage_bars.append(Bar(name=name, parts={"": row.figures["peak_bytes"]}))
+    step_bars = []
+    for row in steps:
+        peak = row.figures["peak_bytes"]
+        text = f"{amount_text(peak, 'B')}, {amount_text(row.median_s, 's')}"
+        step_bars.append(Bar(name=str(row.labels["case"]), parts={"": peak}, label=text))
     return Report(
         conclusion=conclusion,
         advice=advice,
         tables=[
-            Table(
-                title="Stages of a step",
-                head=("case", "stage", "before", "peak", "after"),
-                rows=[stage_cells(row) for row in stages if not row.labels["recompute_every"]],
+            show.table(
+                "Stages of a step",
+                plain_stages,
+                show.label("case"),
+                show.label("stage"),
+                show.amount("before", "before_bytes", "B"),
+                show.amount("peak", "peak_bytes", "B"),
+                show.amount("after", "after_bytes", "B"),
             ),
-            Table(
-                title="Whole step",
-                head=("case", "peak", "step", "saved"),
-                rows=[step_cells(row, plain) for row in steps],
+            show.table(
+                "Whole step",
+                steps,
+                show.label("case"),
+                show.amount("peak", "peak_bytes", "B"),
+                show.TIME,
+                ("saved", saved_by),
             ),
         ],
-        charts={"memory-by-stage": stage_chart(stages), "memory-recomputed": step_chart(steps)},
+        charts={
+            "memory-by-stage": bar_chart(
+                "Small GPT: peak memory by stage of a training step", "B", stage_bars
+            ),
+            "memory-recomputed": bar_chart(
+                "Small GPT: peak memory and time of a training step", "B", step_bars
+            ),
+        },
     )
-
-
-def stage_cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the first table."""
-    figures = [
-        amount_text(row.figures[f"{time}_bytes"], "B") for time in ("before", "peak", "after")
-    ]
-    return (str(row.labels["case"]), str(row.labels["stage"]), *figures)
-
-
-def step_cells(row: Row, plain: Row) -> tuple[str, ...]:
-    """Return a row of the second table."""
-    saved = 1 - row.figures["peak_bytes"] / plain.figures["peak_bytes"]
-    peak = amount_text(row.figures["peak_bytes"], "B")
-    return str(row.labels["case"]), peak, amount_text(row.median_s, "s"), f"{saved:.0%}"
-
-
-def stage_chart(stages: Sequence[Row]) -> str:
-    """Draw the peak of each stage in fp32 and bf16."""
-    bars = []
-    for row in stages:
-        if not row.labels["recompute_every"]:
-            name = f"{row.labels['case']}: {row.labels['stage']}"
-            bars.append(Bar(name=name, parts={"": row.figures["peak_bytes"]}))
-    return bar_chart("Small GPT: peak memory by stage of a training step", "B", bars)
-
-
-def step_chart(steps: Sequence[Row]) -> str:
-    """Draw the peak of a step by recompute frequency, with its time."""
-    bars = []
-    for row in steps:
-        peak = row.figures["peak_bytes"]
-        label = f"{amount_text(peak, 'B')}, {amount_text(row.median_s, 's')}"
-        bars.append(Bar(name=str(row.labels["case"]), parts={"": peak}, label=label))
-    return bar_chart("Small GPT: peak memory and time of a training step", "B", bars)

@@ -1,18 +1,18 @@
-"""``muster bench precision``: train in fp32, tf32, bf16 and fp16; compare speed, memory and loss.
+"""``muster bench precision``: train in fp32, bf16 and fp16; compare speed, memory and loss.
 
 Two more models are unstable on purpose: the gradients of one and the activations of the other are
 larger than fp16 can hold (65504).
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torchmuster.bench.result import Report, Row, Table
+from torchmuster.bench import show
+from torchmuster.bench.result import Report, Row
 from torchmuster.finding import Finding, Status
 from torchmuster.pages.charts import Bar, amount_text, bar_chart
 
@@ -30,6 +30,14 @@ GROW_SCALE_AFTER = 10  # steps; GradScaler's default of 2000 would never be reac
 SAMPLES, FEATURES, WIDTH, LAYERS = 64, 16, 64, 6
 TARGET_SIZE = 100.0  # makes gradients whose product with the first loss scale exceeds 65504
 GROWTH_PER_LAYER = 8.0  # 8 ** 6 exceeds 65504
+
+
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of :func:`measure`: a small model on CPUs, whose steps in fp16 take seconds."""
+    size = {"batch_size": 2, "blocks": 2} if device == "cpu" else {"batch_size": 8, "blocks": 8}
+    if quick:
+        return {**size, "steps": 20, "seconds": 0.5}
+    return {**size, "steps": 60, "seconds": 2.0}
 
 
 def measure(
@@ -54,7 +62,7 @@ def measure(
         calls[precision] = partial(training.step, batches[0])
         figures = {
             "loss": training.loss(held_out),
-            "peak_bytes": timing.peak_bytes(two_steps, place),
+            "peak_bytes": timing.memory_of(two_steps, place)[0],
             "skipped": training.skipped,
         }
         labels: dict[str, str | int] = {"model": STABLE, "precision": precision}
@@ -68,14 +76,12 @@ def measure(
 
 
 def precisions(device: "torch.device") -> list[str]:
-    """Return the precisions that a device can train in; tf32 from NVIDIA's Ampere on."""
+    """Return the precisions that a device can train in; bf16 from NVIDIA's Ampere on."""
     import torch
 
-    if device.type != "cuda" or torch.version.hip is not None:
-        return ["fp32", "bf16", "fp16"]
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return ["fp32", "fp16"]
-    return ["fp32", "tf32", "bf16", "fp16"]
+    return ["fp32", "bf16", "fp16"]
 
 
 class Training:
@@ -120,20 +126,12 @@ class Training:
         with torch.no_grad(), self.arithmetic():
             return float(self.model(*batch))
 
-    @contextlib.contextmanager
-    def arithmetic(self) -> Iterator[None]:
-        """Compute in this precision."""
+    def arithmetic(self) -> "torch.autocast":
+        """Return the context that computes in this precision."""
         import torch
 
         dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
-        try:
-            reduced = self.precision in ("bf16", "fp16")
-            with torch.autocast(self.device.type, dtype, enabled=reduced):
-                yield
-        finally:
-            torch.set_float32_matmul_precision(before)
+        return torch.autocast(self.device.type, dtype, enabled=self.precision != "fp32")
 
 
 def train(
@@ -243,30 +241,44 @@ def summarize(rows: Sequence[Row]) -> Report:
             f"{memory:.0%} of its peak memory, and its loss is within {LOSS_LIMIT:.0%}."
         )
         advice = f"set train.precision: {name}, and compare the loss of your own model with fp32."
+
+    def speed_up(row: Row) -> str:
+        return f"{fp32.median_s / row.median_s:.2f}"
+
+    def loss_to_fp32(row: Row) -> str:
+        return f"{row.figures['loss'] / fp32.figures['loss'] - 1:+.2%}"
+
+    bars = []
+    for row in stable.values():
+        text = f"{amount_text(row.median_s, 's')}, {amount_text(row.figures['peak_bytes'], 'B')}"
+        bars.append(Bar(name=str(row.labels["precision"]), parts={"": row.median_s}, label=text))
+    chart = bar_chart("Small GPT: time of a training step, and peak memory", "s", bars)
     return Report(
         conclusion=conclusion,
         advice=advice,
         tables=[
-            Table(
-                title="The small GPT, trained on the same texts",
-                head=(
-                    "precision",
-                    "step",
-                    "speed-up",
-                    "peak memory",
-                    "loss",
-                    "loss to fp32",
-                    "skipped",
-                ),
-                rows=[stable_cells(row, fp32) for row in stable.values()],
+            show.table(
+                "The small GPT, trained on the same texts",
+                list(stable.values()),
+                show.label("precision"),
+                show.TIME,
+                ("speed-up", speed_up),
+                show.amount("peak memory", "peak_bytes", "B"),
+                ("loss", lambda row: f"{row.figures['loss']:.4f}"),
+                ("loss to fp32", loss_to_fp32),
+                show.amount("skipped", "skipped", ""),
             ),
-            Table(
-                title="Unstable models (no speed)",
-                head=("model", "precision", "skipped steps", "loss scale", "last loss"),
-                rows=[unstable_cells(row) for row in rows if not row.seconds],
+            show.table(
+                f"Unstable models, {UNSTABLE_STEPS} steps (no speed)",
+                [row for row in rows if not row.seconds],
+                show.label("model"),
+                show.label("precision"),
+                show.amount("skipped steps", "skipped", ""),
+                ("loss scale", loss_scale),
+                ("last loss", last_loss),
             ),
         ],
-        charts={"precision": chart(list(stable.values()))},
+        charts={"precision": chart},
         findings=[problem_note(row) for row in rows if row.problem],
     )
 
@@ -276,44 +288,16 @@ def same_loss(row: Row, fp32: Row) -> bool:
     return abs(row.figures["loss"] / fp32.figures["loss"] - 1) <= LOSS_LIMIT
 
 
-def stable_cells(row: Row, fp32: Row) -> tuple[str, ...]:
-    """Return a row of the first table."""
-    return (
-        str(row.labels["precision"]),
-        amount_text(row.median_s, "s"),
-        f"{fp32.median_s / row.median_s:.2f}",
-        amount_text(row.figures["peak_bytes"], "B"),
-        f"{row.figures['loss']:.4f}",
-        f"{row.figures['loss'] / fp32.figures['loss'] - 1:+.2%}",
-        f"{row.figures['skipped']:.0f}",
-    )
+def loss_scale(row: Row) -> str:
+    """Return the first and the last loss scale; only fp16 has one."""
+    if row.labels["precision"] != "fp16":
+        return "-"
+    return f"{row.figures['first_scale']:g} to {row.figures['last_scale']:g}"
 
 
-def unstable_cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the second table."""
-    scale = "-"
-    if row.labels["precision"] == "fp16":
-        scale = f"{row.figures['first_scale']:g} to {row.figures['last_scale']:g}"
-    loss = "not finite"
-    if "loss" in row.figures:
-        loss = f"{row.figures['loss']:.4g}"
-    return (
-        str(row.labels["model"]),
-        str(row.labels["precision"]),
-        f"{row.figures['skipped']:.0f} of {UNSTABLE_STEPS}",
-        scale,
-        loss,
-    )
-
-
-def chart(rows: Sequence[Row]) -> str:
-    """Draw the time of a step, a bar for each precision."""
-    bars = []
-    for row in rows:
-        memory = amount_text(row.figures["peak_bytes"], "B")
-        label = f"{amount_text(row.median_s, 's')}, {memory}"
-        bars.append(Bar(name=str(row.labels["precision"]), parts={"": row.median_s}, label=label))
-    return bar_chart("Small GPT: time of a training step, and peak memory", "s", bars)
+def last_loss(row: Row) -> str:
+    """Return the loss of the last step of an unstable model."""
+    return f"{row.figures['loss']:.4g}" if "loss" in row.figures else "not finite"
 
 
 def problem_note(row: Row) -> Finding:

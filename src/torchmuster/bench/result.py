@@ -89,6 +89,14 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return low, median, high
 
 
+def doublings(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, … up to a number."""
+    counts = [1]
+    while counts[-1] * 2 <= most:
+        counts.append(counts[-1] * 2)
+    return tuple(counts)
+
+
 def describe_host() -> dict[str, str]:
     """Return hardware and software of this host."""
     node = snapshot.take_snapshot()
@@ -112,21 +120,17 @@ def encode_record(record: Record) -> bytes:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record from its file or its folder.
-
-    Raises Impossible for a missing file, another file, or a newer format.
-    """
+    """Read a record from its file or its folder; Impossible if it is none, or of a newer version."""
     if path.is_dir():
         path /= RECORD_FILE
-    fix = f"give a {RECORD_FILE} of muster bench, or its folder"
     try:
         record = untrusted.read_typed(path, msgspec.json.Decoder(Record).decode, LARGEST_RECORD)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise Impossible(f"no record at {path}", why=why, fix=fix) from error
-    except (untrusted.Unreadable, msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = harmless(str(error))
-        raise Impossible(f"{path} is not a record of muster bench", why=why, fix=fix) from error
+    except (OSError, untrusted.Unreadable) as error:
+        raise Impossible(
+            f"{path} is not a record of muster bench",
+            why=harmless(str(error)),
+            fix=f"give a {RECORD_FILE} of muster bench, or its folder",
+        ) from error
     if record.version > VERSION:
         raise Impossible(
             f"cannot read {path}",

@@ -2,19 +2,33 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
-from torchmuster.bench.result import Report, Row, Table
+from torchmuster.bench import show
+from torchmuster.bench.result import Report, Row
+from torchmuster.devices.readers.cpu import usable_cores
+from torchmuster.errors import Impossible
 from torchmuster.pages.charts import Axis, Curve, amount_text, line_chart
 
 EFFICIENT = 0.8  # a larger share of the ideal throughput needs no advice
-SAMPLES = 12
 STEP = "step"
 ALONE = "step without exchange"
 
 
-def measure(
-    device: str, batch_size: int = 8, threads: int = 0, samples: int = SAMPLES
-) -> list[Row]:
+def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of :func:`measure`; the ranks of a CPU share its cores equally."""
+    if tuple(ranks) == (1,):
+        raise Impossible(
+            "cannot measure scaling with fewer than 2 ranks",
+            why="on GPUs, each rank needs its own",
+            fix="muster bench scaling --device cpu --ranks 1,2",
+        )
+    size = {"batch_size": 2, "samples": 5} if quick else {"batch_size": 8, "samples": 12}
+    threads = usable_cores().value // max(ranks) if device == "cpu" else 0
+    return {**size, "threads": threads}
+
+
+def measure(device: str, batch_size: int, threads: int, samples: int) -> list[Row]:
     """Time DDP steps of the small GPT on these ranks, with and without exchanging gradients.
 
     Each rank has its own batch (weak scaling). The steps without exchange run on all ranks at the
@@ -73,35 +87,40 @@ def summarize(rows: Sequence[Row]) -> Report:
     alone = {int(row.labels["ranks"]): row for row in rows if row.labels["timed"] == ALONE}
     least, most = min(steps), max(steps)
     base = steps[least]
-    table = []
-    for ranks, row in steps.items():
-        speed_up = throughput(row) / throughput(base)
-        cells = (
-            str(ranks),
-            amount_text(row.median_s, "s"),
-            amount_text(alone[ranks].median_s, "s"),
-            f"{throughput(row):.3g}/s",
-            f"{speed_up:.2f}",
-            f"{base.median_s / row.median_s:.0%}",
-        )
-        table.append(cells)
     last = base.median_s / steps[most].median_s  # all ranks have the same batch
     speed_up = throughput(steps[most]) / throughput(base)
     conclusion = (
         f"{most} ranks train the small GPT {speed_up:.2f} times as fast as {least}: "
         f"an efficiency of {last:.0%}."
     )
+
+    def time_alone(row: Row) -> str:
+        return amount_text(alone[int(row.labels["ranks"])].median_s, "s")
+
+    table = show.table(
+        "DDP, each rank with its own batch (medians of the slowest rank)",
+        list(steps.values()),
+        show.label("ranks"),
+        show.TIME,
+        (ALONE, time_alone),
+        ("samples", lambda row: f"{throughput(row):.3g}/s"),
+        ("speed-up", lambda row: f"{throughput(row) / throughput(base):.2f}"),
+        ("efficiency", lambda row: f"{base.median_s / row.median_s:.0%}"),
+    )
+    per_rank = throughput(base) / least
+    measured = [(ranks, throughput(row)) for ranks, row in steps.items()]
+    ideal = [(ranks, ranks * per_rank) for ranks in steps]
+    chart = line_chart(
+        "Small GPT with DDP: throughput by number of ranks",
+        Axis(title="ranks", log=True),
+        Axis(title="samples per second, all ranks"),
+        [Curve(name="measured", points=measured), Curve(name="ideal", points=ideal, dashed=True)],
+    )
     return Report(
         conclusion=conclusion,
         advice=advice(steps[most], alone[most], alone[least], last),
-        tables=[
-            Table(
-                title="DDP, each rank with its own batch (medians of the slowest rank)",
-                head=("ranks", "step", ALONE, "samples", "speed-up", "efficiency"),
-                rows=table,
-            )
-        ],
-        charts={"scaling": chart(steps, base)},
+        tables=[table],
+        charts={"scaling": chart},
     )
 
 
@@ -130,17 +149,4 @@ def advice(step: Row, alone: Row, base_alone: Row, share: float) -> str:
     return (
         f"the bottleneck is computing: the same step without exchange takes {computing} longer "
         "than on fewer ranks, which share cores or memory bandwidth. Use fewer ranks per host."
-    )
-
-
-def chart(steps: dict[int, Row], base: Row) -> str:
-    """Draw the throughput by number of ranks beside the ideal one."""
-    per_rank = throughput(base) / int(base.labels["ranks"])
-    measured = [(ranks, throughput(row)) for ranks, row in steps.items()]
-    ideal = [(ranks, ranks * per_rank) for ranks in steps]
-    return line_chart(
-        "Small GPT with DDP: throughput by number of ranks",
-        Axis(title="ranks", log=True),
-        Axis(title="samples per second, all ranks"),
-        [Curve(name="measured", points=measured), Curve(name="ideal", points=ideal, dashed=True)],
     )

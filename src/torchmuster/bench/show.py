@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from torchmuster.bench.result import RECORD_FILE, Record, Report, Row, encode_record, quartiles
+from torchmuster.bench.result import RECORD_FILE, Record, Report, Row, Table, encode_record
 from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status, render
 from torchmuster.pages import frame
@@ -15,6 +15,10 @@ from torchmuster.redaction import harmless
 from torchmuster.runfolder import write_atomically
 
 PAGE_FILE = "report.html"
+# A column of a table: its head, and the cell of a row.
+Column = tuple[str, Callable[[Row], str]]
+TIME: Column = ("time", lambda row: amount_text(row.median_s, "s"))
+ERROR: Column = ("relative error", lambda row: f"{row.figures['error']:.1g}")
 
 
 def screen(report: Report, *, width: int = 100, colour: bool = False) -> str:
@@ -43,21 +47,25 @@ def page(report: Report, record: Record) -> str:
     for table in report.tables:
         html = frame.html_table(table.head, table.rows)
         parts.append(frame.html_details(table.title, html, opened=True))
-    samples = frame.html_table(
-        ("case", "median", "quartiles", "samples"),
-        [sample_cells(row) for row in record.rows if row.seconds],
-    )
-    parts.append(frame.html_details("all times", samples))
     facts = {"date": record.date, **record.host, "settings": str(record.settings)}
     parts.append(frame.html_details("measured on", frame.html_table(("", ""), facts.items())))
     return frame.html_page(f"muster bench {record.bench}", parts)
 
 
-def sample_cells(row: Row) -> tuple[str, ...]:
-    """Return the case of a row, its median, its quartiles and the number of samples."""
-    low, median, high = quartiles(row.seconds)
-    spread = f"{amount_text(low, 's')} to {amount_text(high, 's')}"
-    return case_text(row), amount_text(median, "s"), spread, str(len(row.seconds))
+def label(name: str) -> Column:
+    """Return the column of a label."""
+    return name, lambda row: str(row.labels[name])
+
+
+def amount(head: str, figure: str, unit: str) -> Column:
+    """Return the column of a figure with a unit."""
+    return head, lambda row: amount_text(row.figures[figure], unit)
+
+
+def table(title: str, rows: Sequence[Row], *columns: Column) -> Table:
+    """Return the table of rows."""
+    cells = [tuple(text_of(row) for _, text_of in columns) for row in rows]
+    return Table(title=title, head=tuple(head for head, _ in columns), rows=cells)
 
 
 def case_text(row: Row) -> str:

@@ -52,31 +52,25 @@ def device_for(name: str) -> torch.device:
     return torch.device(gpu.type, 0)
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of a call above the memory before it.
+def memory_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Return the peak memory of a call above the memory before it, and the change that remains.
 
-    On a GPU this is the allocator's figure, on a CPU the sum of the allocations that the profiler
-    reports, including the temporary memory of kernels.
+    On a GPU these are the allocator's figures, on a CPU the sums of the allocations that the profiler
+    reports, including the temporary memory of kernels. A result of the call does not remain.
     """
     if device.type != "cpu":
         before = int(torch.accelerator.memory_allocated(device))
         torch.accelerator.reset_peak_memory_stats(device)
         call()
-        return int(torch.accelerator.max_memory_allocated(device)) - before
+        after = int(torch.accelerator.memory_allocated(device))
+        return int(torch.accelerator.max_memory_allocated(device)) - before, after - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        result = call()
-    del result
-    return max(0, *accumulate(size for _, size in allocations(seen)))
-
-
-def allocations(seen: profile) -> list[tuple[int, int]]:
-    """Return (time in ns, bytes) of each allocation (positive) and release (negative), in order.
-
-    The profiler's public tables have only sums.
-    """
-    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    memory = [event for event in events if event.name() == "[memory]"]
-    return [(event.start_ns(), event.nbytes()) for event in memory]
+        call()
+    # The profiler's public tables have only sums.
+    events: Any = seen.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    levels = list(accumulate(size for _, size in sorted(changes)))
+    return max(0, *levels), sum(size for _, size in changes)
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -86,14 +80,3 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """
     exact = exact.detach().double().cpu()
     return float((result.detach().double().cpu() - exact).norm() / exact.norm())
-
-
-def recorded_ranges(seen: profile, prefix: str) -> list[tuple[str, int, int]]:
-    """Return (name, begin in ns, end in ns) of the ``record_function`` ranges with this prefix."""
-    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    ranges = []
-    for event in events:
-        if event.name().startswith(prefix):
-            name = event.name().removeprefix(prefix)
-            ranges.append((name, event.start_ns(), event.start_ns() + event.duration_ns()))
-    return sorted(ranges, key=lambda found: found[1])

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchmuster.bench import collectives, compare, data, matmul, result, scaling, show
+from torchmuster.bench import attention, collectives, compare, data, matmul, result, scaling, show
 from torchmuster.bench.result import Record, Report, Row
 from torchmuster.cli.main import main
 from torchmuster.errors import ExitCode, Impossible
@@ -76,6 +76,14 @@ def test_scaling_has_only_measured_figures_and_names_the_larger_difference() -> 
     good = scaling.summarize([*step(1, 0.10, 0.10), *step(2, 0.11, 0.10)])
     assert "no bottleneck" in good.advice
     assert {"measured", "ideal"} <= set(chart_texts(good))
+
+
+def test_attention_that_could_not_be_measured_at_all_says_why() -> None:
+    labels: dict[str, str | int] = {"implementation": "plain", "length": 128, "dtype": "bfloat16"}
+    report = attention.summarize([Row(labels=labels, problem="CUDA out of memory")])
+    assert report.conclusion.startswith("No implementation")
+    (finding,) = report.findings
+    assert (finding.name, finding.why) == ("attention-not-measured", "CUDA out of memory")
 
 
 def test_collectives_recommend_the_smallest_fast_message() -> None:
