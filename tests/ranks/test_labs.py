@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -14,7 +15,7 @@ from nightly import nightly_except
 from torchmuster.labs import grading, workspace
 from torchmuster.labs import lesson as course
 from torchmuster.labs.grading import Verdict
-from torchmuster.labs.lesson import Lesson, general_hints
+from torchmuster.labs.lesson import GENERAL_HINTS, Lesson
 
 pytestmark = pytest.mark.ranks
 
@@ -58,17 +59,17 @@ def end_the_server() -> Iterator[None]:
 )
 def test_starter_solution_and_every_planted_mistake(name: str, tmp_path: Path) -> None:
     lesson = course.lesson(name)
-    everything = [exercise.name for exercise in lesson.content.exercises]
+    everything = [exercise.name for exercise in lesson.exercises]
 
     def grade(text: str, exercises: list[str]) -> tuple[Verdict, ...]:
-        file = tmp_path / lesson.file
+        file = tmp_path / f"{lesson.module}.py"
         file.write_text(text, encoding="utf-8")
         return grading.grade(lesson, file, exercises, deadline_s=DEADLINE_S)
 
     solution = grade(lesson.solution(), everything)
     assert list(solution) == [Verdict(exercise=exercise) for exercise in everything]
     assert grading.points(lesson, solution) == lesson.points
-    starter = grade(lesson.starter(), everything)
+    starter = grade(lesson.solution(gaps=True), everything)
     assert [verdict.mistake for verdict in starter] == ["not-done"] * len(everything)
     wrong = []
     for planted in planted_in(lesson):
@@ -79,23 +80,26 @@ def test_starter_solution_and_every_planted_mistake(name: str, tmp_path: Path) -
 
 
 def test_every_hint_is_planted_and_names_belong_to_one_lab() -> None:
-    labs = [Lesson(name) for name in course.NAMES]
-    hints = [hint for lab in labs for hint in lab.content.hints]
-    assert len(hints) == len(set(hints)) >= 100
+    general = set(tomllib.loads(GENERAL_HINTS.read_text()))
+    own: list[str] = []
     everywhere: set[str] = set()
-    for lab in labs:
+    for name in course.NAMES:
+        lab = course.lesson(name)
         planted = {planted.mistake for planted in planted_in(lab)}
-        assert set(lab.content.hints) == planted - set(general_hints())
+        hints = set(lab.hints) - general
+        assert hints == planted - general
+        own += hints
         everywhere |= planted
-    assert set(general_hints()) - {"not-done"} <= everywhere
+    assert len(own) == len(set(own)) >= 100
+    assert general - {"not-done"} <= everywhere
 
 
 def test_pytest_runs_the_tests_of_a_lab(tmp_path: Path) -> None:
-    lab = workspace.start_workspace(course.lesson("gpu-basics"), tmp_path)
+    lab = workspace.start_lab(course.lesson("gpu-basics"), tmp_path)
     mistaken = lab.lesson.solution().replace("2 * size**3", "size**3")
     lab.file.write_text(mistaken)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/"]
-    done = subprocess.run(command, cwd=lab.folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=lab.path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "half of the operations are missing" in done.stdout
     assert "1 failed, 3 passed" in done.stdout

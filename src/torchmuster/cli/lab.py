@@ -8,7 +8,7 @@ from torchmuster.cli import output
 from torchmuster.cli.options import Command, argument, command, flag
 from torchmuster.errors import ExitCode
 from torchmuster.labs import grading, report, workspace
-from torchmuster.labs import lesson as labs
+from torchmuster.labs.lesson import NAMES, TO_PASS, lesson
 from torchmuster.runfolder import write_atomically
 
 
@@ -33,18 +33,11 @@ class StartOptions(LabsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(LabsOptions):
-    """The flags of ``muster lab report``."""
+class StartedOptions(LabsOptions):
+    """The flags of ``muster lab check`` and ``muster lab report``."""
 
-    name: str | None = argument("name of a lab (default: the one you changed last)", metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions(ReportOptions):
-    """The flags of ``muster lab check``."""
-
-    only: str | None = flag(
-        "grade only this exercise, without saving the grade", metavar="EXERCISE"
+    name: str | None = argument(
+        "name of a lab (default: that of the current folder)", metavar="NAME"
     )
 
 
@@ -52,23 +45,16 @@ class CheckOptions(ReportOptions):
 def list_labs(options: LabsOptions) -> int:
     """Print the labs and the learner's points."""
     rows, total = [], 0
-    for number, lab in enumerate(workspace.all_workspaces(options.labs), 1):
-        grade, lesson = lab.grade(), lab.lesson
-        points, state = 0, "not checked"
-        if not lab.file.is_file():
-            state = "not started"
-        elif grade is not None:
-            points, state = grade.points, "checked"
-            if lab.is_changed:
-                state = "changed"
-            elif points == lesson.points:
-                state = "done"
-        if lesson.content.counts:
+    for number, name in enumerate(NAMES, 1):
+        lab = workspace.LabFolder(lesson(name), options.labs / name)
+        grade, points = lab.grade(), 0
+        if grade is not None:
+            points = grade.points
+        if lab.lesson.counts:
             total += points
-        reached = f"{points}/{lesson.points}"
-        rows.append((str(number), lesson.name, reached, state, lesson.content.title))
+        rows.append((str(number), name, f"{points}/{lab.lesson.points}", lab.lesson.title))
     output.print_table(rows)
-    verdict = "passed" if total >= labs.TO_PASS else f"{labs.TO_PASS} to pass"
+    verdict = "passed" if total >= TO_PASS else f"{TO_PASS} to pass"
     output.print_text(f"{total} of 100 points in gpu-basics to pipeline; {verdict}")
     return ExitCode.GOOD
 
@@ -81,48 +67,43 @@ def list_labs(options: LabsOptions) -> int:
 )
 def start(options: StartOptions) -> int:
     """Copy a lab, or print its solution."""
-    lesson = labs.lesson(options.name)
+    content = lesson(options.name)
     if options.solution:
-        output.print_text(lesson.solution(), end="")
+        output.print_text(content.solution(), end="")
         return ExitCode.GOOD
-    started = workspace.start_workspace(lesson, options.labs)
-    count = len(lesson.content.exercises)
-    output.print_text(f"read     {started.folder / 'README.md'}")
-    output.print_text(f"fill in  {started.file}: {count} exercises, {lesson.points} points")
-    output.print_text(f"then     muster lab check {lesson.name}")
+    lab = workspace.start_lab(content, options.labs)
+    count = len(content.exercises)
+    output.print_text(f"read     {lab.path / 'README.md'}")
+    output.print_text(f"fill in  {lab.file}: {count} exercises, {content.points} points")
+    output.print_text(f"then     muster lab check {content.name}")
     return ExitCode.GOOD
 
 
 @command(
-    CheckOptions,
+    StartedOptions,
     summary="grade a lab by running its tests",
     more="""
     The tests are those of `pytest tests/`. They run on the CPU, on two ranks if needed.
     The exit code is 1 until all points are reached. The result is also in the lab's grade.json.
     """,
-    examples=["muster lab check", "muster lab check ddp --only train_epoch"],
+    examples=["muster lab check ddp"],
 )
-def check(options: CheckOptions) -> int:
+def check(options: StartedOptions) -> int:
     """Grade a lab and explain each mistake."""
-    lab = workspace.find_workspace(options.name, options.labs)
-    lesson = lab.lesson
-    exercises = lesson.content.exercises
-    if options.only is not None:
-        exercises = (lesson.exercise(options.only),)
-    names = [exercise.name for exercise in exercises]
-    verdicts = grading.grade(lesson, lab.file, names)
-    points = grading.points(lesson, verdicts)
-    possible = sum(exercise.points for exercise in exercises)
-    if options.only is None:
-        lab.keep(workspace.Grade(points=points, verdicts=verdicts))
-    findings = [grading.mistake_finding(lesson, verdict) for verdict in verdicts]
+    lab = workspace.find_lab(options.name, options.labs)
+    content = lab.lesson
+    names = [exercise.name for exercise in content.exercises]
+    verdicts = grading.grade(content, lab.file, names)
+    points = grading.points(content, verdicts)
+    lab.save_grade(workspace.Grade(points=points, verdicts=verdicts))
+    findings = [grading.mistake_finding(content, verdict) for verdict in verdicts]
     output.show_findings(findings, sys.stdout)
-    output.print_text(f"{lesson.name}: {points} of {possible} points")
-    return ExitCode.GOOD if points == possible else ExitCode.FAILED
+    output.print_text(f"{content.name}: {points} of {content.points} points")
+    return ExitCode.GOOD if points == content.points else ExitCode.FAILED
 
 
 @command(
-    ReportOptions,
+    StartedOptions,
     summary="write a lab's report",
     more="""
     The report has your points, your mistakes, your answers from answers.md,
@@ -130,15 +111,12 @@ def check(options: CheckOptions) -> int:
     """,
     examples=["muster lab report ddp"],
 )
-def write_report(options: ReportOptions) -> int:
+def write_report(options: StartedOptions) -> int:
     """Write the report of a lab."""
-    lab = workspace.find_workspace(options.name, options.labs)
-    write_atomically(lab.report, report.lab_page(lab))
-    output.print_text(f"report: {lab.report}")
-    left = [question for question, answer in lab.answers() if not answer]
-    if left:
-        answers = lab.folder / "answers.md"
-        output.print_text(f"{len(left)} questions left: answer them in {answers}, then rerun")
+    lab = workspace.find_lab(options.name, options.labs)
+    page = lab.path / "report.html"
+    write_atomically(page, report.lab_page(lab))
+    output.print_text(f"report: {page}")
     return ExitCode.GOOD
 
 

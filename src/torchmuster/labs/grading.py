@@ -3,7 +3,6 @@
 Each exercise runs on ranks of its own (``testing.py``), which have a deadline.
 """
 
-import os
 import re
 import signal
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.finding import Finding, Status
-from torchmuster.labs.lesson import Lesson
+from torchmuster.labs.lesson import Exercise, Lesson
 from torchmuster.launch import forked_ranks
 from torchmuster.launch.forked_ranks import RankProgram
 
@@ -38,6 +37,7 @@ _CONSEQUENCES = (
     "hangs",
     "wrong-value",
     "waits",
+    "",
 )
 _TORCHS_OWN = re.compile(r"frame #|\[[A-Z]\d{3}|\[rank\d|\[/\S*\.cc:|Exception raised from|\s*$")
 
@@ -48,17 +48,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     exercise: str
     mistake: str = ""
     seen: str = ""
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One exercise, as its ranks get it."""
-
-    tests: str  # the file with the tests
-    exercise: str
-    file: str  # of the learner
-    folder: str  # for results
-    ranks: int
-    joined: bool
 
 
 def grade(
@@ -74,17 +63,9 @@ def grade(
     forked_ranks.start_server(_PRELOADED, {"CUDA_VISIBLE_DEVICES": ""})
     verdicts = []
     for name in exercises:
-        exercise = lesson.exercise(name)
         with tempfile.TemporaryDirectory(prefix="muster-lab-") as folder:
-            task = Task(
-                tests=str(tests or lesson.tests),
-                exercise=name,
-                file=str(file.resolve()),
-                folder=folder,
-                ranks=exercise.ranks,
-                joined=exercise.joined and exercise.ranks > 1,
-            )
-            verdicts.append(_most_informative(_run(task, deadline_s)))
+            grading = _Grading(lesson.exercise(name), file.resolve(), Path(folder), deadline_s)
+            verdicts.append(grading.run(tests or lesson.tests))
     return tuple(verdicts)
 
 
@@ -100,7 +81,7 @@ def mistake_finding(lesson: Lesson, verdict: Verdict) -> Finding:
     if not verdict.mistake:
         what = f"{exercise.name} ({exercise.points} of {exercise.points} points)"
         return Finding(name=exercise.name, status=Status.OK, what=what)
-    hint = lesson.hint(verdict.mistake)
+    hint = lesson.hints[verdict.mistake]
     status = Status.FAILURE
     if verdict.mistake == "not-done":
         status = Status.NOTE
@@ -114,108 +95,108 @@ def mistake_finding(lesson: Lesson, verdict: Verdict) -> Finding:
     )
 
 
-def _be_learner(rank: int, task: Task) -> None:
-    from torchmuster.labs.testing import run_exercise
+class _Grading:
+    """One exercise on its ranks: each rank writes its verdict into ``folder``, and is then killed."""
 
-    run_exercise(rank, task)
+    def __init__(self, exercise: Exercise, file: Path, folder: Path, deadline_s: float) -> None:
+        self._exercise, self._file, self._folder = exercise, file, folder
+        self._deadline_s = deadline_s
+        self._verdicts: dict[int, Verdict] = {}  # by rank
 
+    def run(self, tests: Path) -> Verdict:
+        """Return the most informative verdict of a rank; a named mistake comes before its consequences."""
+        scratch = self._folder / "scratch"
+        scratch.mkdir()
+        for rank in range(self._exercise.ranks):
+            (
+                self._folder / f"rank-{rank}.log"
+            ).touch()  # it may be killed before it has opened them
+            (self._folder / f"stack-{rank}.txt").touch()
+        program = RankProgram(
+            function=_run_exercise,
+            arguments=(self._exercise, tests, self._file, self._folder),
+            ranks=self._exercise.ranks,
+            folder=scratch,
+            logs=self._folder,
+            environment={},
+        )
+        with forked_ranks.started(program) as processes:
+            self._wait(processes)
+            self._find_hanging(processes)
+        rank = min(sorted(self._verdicts), key=self._order)
+        verdict = self._verdicts[rank]
+        if not verdict.mistake:
+            return verdict
+        return msgspec.structs.replace(verdict, seen=f"{verdict.seen}{self._printed(rank)}".strip())
 
-def _run(task: Task, deadline_s: float) -> list[Verdict]:
-    """Run one exercise; ranks beyond the deadline are killed, and count as hanging."""
-    folder = Path(task.folder)
-    (folder / "scratch").mkdir()
-    for rank in range(task.ranks):
-        (folder / f"rank-{rank}.log").touch()  # it may be killed before it has opened them
-        (folder / f"stack-{rank}.txt").touch()
-    program = RankProgram(
-        function=_be_learner,
-        arguments=(task,),
-        ranks=task.ranks,
-        folder=folder / "scratch",
-        logs=folder,
-        environment={},
-    )
-    with forked_ranks.started(program) as processes:
-        outcomes = _wait(processes, task, deadline_s)
-        outcomes |= _hanging(processes, outcomes, task)
-    return [
-        _with_output(outcomes[rank], folder / f"rank-{rank}.log", rank) for rank in sorted(outcomes)
-    ]
+    def _wait(self, processes: Sequence[BaseProcess]) -> None:
+        """Wait until each rank has a verdict, or until the deadline."""
+        end_s = time.monotonic() + self._deadline_s
+        while len(self._verdicts) < len(processes) and time.monotonic() < end_s:
+            for rank, process in enumerate(processes):
+                if rank in self._verdicts:
+                    continue
+                alive = (
+                    process.is_alive()
+                )  # before reading: it may write its file and die in between
+                file = self._folder / f"verdict-{rank}.json"
+                if file.exists():
+                    verdict = msgspec.json.decode(file.read_bytes(), type=Verdict)
+                elif alive:
+                    continue
+                else:
+                    verdict = self._verdict(
+                        "died", f"rank {rank}: {forked_ranks.end_text(process)}"
+                    )
+                self._verdicts[rank] = verdict
+                patience_s = self._deadline_s * _AFTER_THE_FIRST
+                if verdict.mistake not in ("", "wrong-value"):
+                    patience_s = _AFTER_A_MISTAKE_S
+                end_s = min(end_s, time.monotonic() + patience_s)
+            time.sleep(_LOOK_EVERY_S)
 
-
-def _wait(processes: Sequence[BaseProcess], task: Task, deadline_s: float) -> dict[int, Verdict]:
-    """Wait until each rank has a result, or until the deadline."""
-    end_s = time.monotonic() + deadline_s
-    outcomes: dict[int, Verdict] = {}
-    while len(outcomes) < len(processes) and time.monotonic() < end_s:
-        for rank, process in enumerate(processes):
-            if rank in outcomes:
-                continue
-            alive = process.is_alive()  # before reading: it may write its file and die in between
-            file = Path(task.folder) / f"outcome-{rank}.json"
-            if file.exists():
-                outcome = msgspec.json.decode(file.read_bytes(), type=Verdict)
-            elif alive:
-                continue
-            else:
-                seen = f"rank {rank}: {forked_ranks.end_text(process)}"
-                outcome = Verdict(exercise=task.exercise, mistake="died", seen=seen)
-            outcomes[rank] = outcome
-            patience_s = deadline_s * _AFTER_THE_FIRST
-            if outcome.mistake not in ("", "wrong-value"):
-                patience_s = _AFTER_A_MISTAKE_S
-            end_s = min(end_s, time.monotonic() + patience_s)
-        time.sleep(_LOOK_EVERY_S)
-    return outcomes
-
-
-def _hanging(
-    processes: Sequence[BaseProcess], outcomes: dict[int, Verdict], task: Task
-) -> dict[int, Verdict]:
-    """Return outcomes for the ranks without a result, with the line where each one is."""
-    ranks = [rank for rank in range(task.ranks) if rank not in outcomes]
-    for rank in ranks:
-        os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # it writes its stack
-    if ranks:
+    def _find_hanging(self, processes: Sequence[BaseProcess]) -> None:
+        """Add a verdict for each rank that has none, with the line where it is."""
+        hanging = [rank for rank in range(len(processes)) if rank not in self._verdicts]
+        if not hanging:
+            return
+        for rank in hanging:
+            forked_ranks.send_signal(processes[rank], signal.SIGUSR1)  # it writes its stack
         time.sleep(_STACKS_WITHIN_S)
-    finished = ""
-    for rank, outcome in sorted(outcomes.items()):
-        finished += f"; rank {rank} has finished {outcome.seen}"
-    has_mistake = any(outcome.mistake for outcome in outcomes.values())
-    file = Path(task.file)
-    line = re.compile(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)')  # the innermost
-    found = {}
-    for rank in ranks:
-        stack = Path(task.folder, f"stack-{rank}.txt")
-        match = line.search(stack.read_text(encoding="utf-8", errors="replace"))
-        mistake, where = "hangs", "running"
-        if match is not None:
-            where = f"at {file.name}:{match[1]}, in {match[2]}"
-        elif has_mistake:  # it waits in the test for a rank with a mistake
-            mistake = "waits"
-        seen = f"rank {rank} is still {where}{finished}".strip()
-        found[rank] = Verdict(exercise=task.exercise, mistake=mistake, seen=seen)
-    return found
+        finished = ""
+        has_mistake = False
+        for rank, verdict in sorted(self._verdicts.items()):
+            finished += f"; rank {rank} has finished {verdict.seen}"
+            has_mistake = has_mistake or bool(verdict.mistake)
+        line = re.compile(rf'File "{re.escape(str(self._file))}", line (\d+) in (\S+)')
+        for rank in hanging:
+            stack = self._folder / f"stack-{rank}.txt"
+            match = line.search(stack.read_text(encoding="utf-8", errors="replace"))  # innermost
+            mistake, where = "hangs", "running"
+            if match is not None:
+                where = f"at {self._file.name}:{match[1]}, in {match[2]}"
+            elif has_mistake:  # it waits in the test for a rank with a mistake
+                mistake = "waits"
+            self._verdicts[rank] = self._verdict(mistake, f"rank {rank} is still {where}{finished}")
 
+    def _verdict(self, mistake: str, seen: str) -> Verdict:
+        return Verdict(exercise=self._exercise.name, mistake=mistake, seen=seen)
 
-def _most_informative(outcomes: Sequence[Verdict]) -> Verdict:
-    """Return a named mistake before its consequences, and any mistake before success."""
-
-    def order(outcome: Verdict) -> int:
-        if not outcome.mistake:
-            return len(_CONSEQUENCES)
-        if outcome.mistake in _CONSEQUENCES:
-            return _CONSEQUENCES.index(outcome.mistake)
+    def _order(self, rank: int) -> int:
+        mistake = self._verdicts[rank].mistake
+        if mistake in _CONSEQUENCES:
+            return _CONSEQUENCES.index(mistake)
         return -1
 
-    return min(outcomes, key=order)
+    def _printed(self, rank: int) -> str:
+        """Return what a rank printed, as learners debug by printing; each line begins with a newline."""
+        log = self._folder / f"rank-{rank}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        printed = [line for line in lines if not _TORCHS_OWN.match(line)]
+        return "".join(f"\nrank {rank} printed: {line}" for line in printed[-_PRINTED_LINES:])
 
 
-def _with_output(outcome: Verdict, log: Path, rank: int) -> Verdict:
-    """Append what a rank printed, if there is a mistake: learners debug by printing."""
-    if not outcome.mistake:
-        return outcome
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    printed = [line for line in lines if not _TORCHS_OWN.match(line)]
-    shown = [f"rank {rank} printed: {line}" for line in printed[-_PRINTED_LINES:]]
-    return msgspec.structs.replace(outcome, seen="\n".join([outcome.seen, *shown]).strip())
+def _run_exercise(rank: int, exercise: Exercise, tests: Path, file: Path, folder: Path) -> None:
+    from torchmuster.labs.testing import run_exercise
+
+    run_exercise(rank, exercise, tests, file, folder)

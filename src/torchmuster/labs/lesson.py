@@ -10,9 +10,8 @@
 """
 
 import tomllib
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,11 +25,10 @@ NAMES = (
     "distributed",
     "memory",
     "pipeline",
-    "machines",
-    "lost-node",
 )
 TO_PASS = 70  # of the 100 points of the labs from gpu-basics to pipeline
-_HERE = Path(__file__).parent
+GENERAL_HINTS = Path(__file__).parent / "hints.toml"  # mistakes that any exercise can have
+_LESSONS = Path(__file__).parent / "lessons"
 # Marks of a gap: the learner writes the lines between them.
 _BEGIN, _END = "# solution", "# end of solution"
 
@@ -52,20 +50,14 @@ class Exercise(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = True
 
 
-class LabFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a lab.toml."""
+class Lesson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lab: the content of its lab.toml, and where its files are."""
 
+    name: str  # such as gpu-basics
     title: str
     exercises: tuple[Exercise, ...]
-    hints: dict[str, Hint]
+    hints: dict[str, Hint]  # by mistake, of this lab and of any
     counts: bool = False  # towards the 100 points of the course
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """A lab, by its name, such as ``gpu-basics``."""
-
-    name: str
 
     @property
     def module(self) -> str:
@@ -73,54 +65,27 @@ class Lesson:
         return self.name.replace("-", "_")
 
     @property
-    def file(self) -> str:
-        """The name of the learner's file."""
-        return f"{self.module}.py"
-
-    @property
     def folder(self) -> Path:
         """The folder with the content of the lab."""
-        return _HERE / "lessons" / self.module
+        return _LESSONS / self.module
 
     @property
     def tests(self) -> Path:
         """The file with the lab's tests."""
         return self.folder / "tests" / f"test_{self.module}.py"
 
-    @cached_property
-    def content(self) -> LabFile:
-        """Title, exercises and hints."""
-        text = (self.folder / "lab.toml").read_text(encoding="utf-8")
-        return msgspec.convert(tomllib.loads(text), LabFile)
-
     @property
     def points(self) -> int:
         """The points of the lab."""
-        return sum(exercise.points for exercise in self.content.exercises)
+        return sum(exercise.points for exercise in self.exercises)
 
     def exercise(self, name: str) -> Exercise:
         """Return one exercise by its name."""
-        for exercise in self.content.exercises:
-            if exercise.name == name:
-                return exercise
-        names = ", ".join(exercise.name for exercise in self.content.exercises)
-        raise Impossible(
-            f"lab {self.name} has no exercise {name!r}",
-            why=f"its exercises are: {names}",
-            fix=f"muster lab check {self.name}",
-        )
+        return next(exercise for exercise in self.exercises if exercise.name == name)
 
-    def hint(self, mistake: str) -> Hint:
-        """Return the text about a mistake, of this lab or of any."""
-        return self.content.hints.get(mistake) or general_hints()[mistake]
-
-    def solution(self) -> str:
-        """Return the reference solution."""
-        return without_gaps((self.folder / "solution.py").read_text(encoding="utf-8"))
-
-    def starter(self) -> str:
-        """Return the starter: the solution with gaps."""
-        return with_gaps((self.folder / "solution.py").read_text(encoding="utf-8"))
+    def solution(self, *, gaps: bool = False) -> str:
+        """Return the reference solution; with ``gaps`` it is the starter."""
+        return without_marks((self.folder / "solution.py").read_text(encoding="utf-8"), gaps=gaps)
 
 
 def lesson(name: str) -> Lesson:
@@ -131,32 +96,28 @@ def lesson(name: str) -> Lesson:
             why=f"the labs are: {', '.join(NAMES)}",
             fix="muster lab list",
         )
-    return Lesson(name)
+    content = _toml(_LESSONS / name.replace("-", "_") / "lab.toml")
+    content["hints"] |= _toml(GENERAL_HINTS)
+    return msgspec.convert({"name": name, **content}, Lesson)
 
 
-def general_hints() -> dict[str, Hint]:
-    """Return the texts about mistakes that can occur in any exercise."""
-    text = (_HERE / "hints.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), dict[str, Hint])
-
-
-def with_gaps(solution: str) -> str:
-    """Return a solution whose marked parts are gaps that raise NotImplementedError."""
+def without_marks(solution: str, *, gaps: bool) -> str:
+    """Return a solution without its marks; with ``gaps``, its marked parts raise NotImplementedError."""
     lines: list[str] = []
-    inside = False
+    is_gap = False
     for line in solution.splitlines():
         if line.strip() == _BEGIN:
-            indent = line.removesuffix(_BEGIN)
-            lines += [f"{indent}# YOUR CODE HERE", f'{indent}raise NotImplementedError("a gap")']
-            inside = True
+            is_gap = gaps
+            if is_gap:
+                indent = line.removesuffix(_BEGIN)
+                lines.append(f"{indent}# YOUR CODE HERE")
+                lines.append(f'{indent}raise NotImplementedError("a gap")')
         elif line.strip() == _END:
-            inside = False
-        elif not inside:
+            is_gap = False
+        elif not is_gap:
             lines.append(line)
     return "\n".join(lines) + "\n"
 
 
-def without_gaps(solution: str) -> str:
-    """Return a solution without the marks."""
-    lines = [line for line in solution.splitlines() if line.strip() not in (_BEGIN, _END)]
-    return "\n".join(lines) + "\n"
+def _toml(file: Path) -> dict[str, Any]:
+    return tomllib.loads(file.read_text(encoding="utf-8"))

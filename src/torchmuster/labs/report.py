@@ -4,31 +4,28 @@ from html import escape
 from urllib.parse import quote
 
 from torchmuster.labs.grading import mistake_finding
-from torchmuster.labs.workspace import Workspace
+from torchmuster.labs.workspace import LabFolder
 from torchmuster.pages import frame
 
 PLOT_SUFFIXES = (".png", ".svg")
 
 
-def lab_page(workspace: Workspace) -> str:
+def lab_page(lab: LabFolder) -> str:
     """Return a lab's report as HTML, with links to the plots in the lab's folder."""
-    lesson, grade = workspace.lesson, workspace.grade()
-    points, mistakes = f"Not graded yet: muster lab check {lesson.name}.", []
-    if grade is not None:
-        points = f"{grade.points} of {lesson.points} points"
-        if workspace.is_changed:
-            points += " (the file has changed since)"
+    lesson, grade = lab.lesson, lab.grade()
+    parts = [f"<h1>{escape(lesson.title)}</h1>"]
+    if grade is None:
+        parts.append(f"<p>Not graded yet: muster lab check {lesson.name}.</p>")
+    else:
+        parts.append(f"<p>{grade.points} of {lesson.points} points</p>")
         for verdict in grade.verdicts:
             if verdict.mistake:
-                mistakes.append(frame.html_article(mistake_finding(lesson, verdict)))
-    parts = [f"<h1>{escape(lesson.content.title)}</h1>", f"<p>{escape(points)}</p>", *mistakes]
-    files = sorted(path for path in workspace.folder.iterdir() if path.suffix in PLOT_SUFFIXES)
-    if files:
-        parts.append("<h2>Plots</h2>")
-    for file in files:
-        parts.append(f'<p><a href="{quote(file.name)}">{escape(file.name)}</a></p>')
+                parts.append(frame.html_article(mistake_finding(lesson, verdict)))
+    for file in sorted(lab.path.iterdir()):
+        if file.suffix in PLOT_SUFFIXES:
+            parts.append(f'<p>Plot: <a href="{quote(file.name)}">{escape(file.name)}</a></p>')
     parts.append("<h2>Questions</h2>")
-    for question, answer in workspace.answers():
+    for question, answer in lab.answers():
         body = "<p>Not answered yet: answers.md.</p>"
         if answer:
             body = f"<pre>{escape(answer)}</pre>"

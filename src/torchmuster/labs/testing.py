@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
@@ -25,8 +24,8 @@ import torch.distributed as dist
 
 from torchmuster.finding import render
 from torchmuster.labs import grading
-from torchmuster.labs.grading import Task, Verdict
-from torchmuster.labs.lesson import lesson
+from torchmuster.labs.grading import Verdict
+from torchmuster.labs.lesson import Exercise, lesson
 from torchmuster.labs.torch_private import TorchDispatchMode
 from torchmuster.labs.torch_private import forward_hooks as forward_hooks
 from torchmuster.runfolder import write_atomically
@@ -35,7 +34,6 @@ torch.compiler.reset()  # imports torch's compiler, a second that each rank's fi
 
 ROUNDING = 1e-4
 _MESSAGE_LINES = 6  # of an error, after its first line
-_LOOK_EVERY_S = 0.005
 
 
 class Mistake(BaseException):
@@ -48,11 +46,6 @@ class Mistake(BaseException):
         super().__init__(name)
         self.name = name
         self.seen = seen
-
-
-def mistake(name: str, seen: str = "") -> NoReturn:
-    """Stop the test with this mistake."""
-    raise Mistake(name, seen)
 
 
 def require(good: bool, otherwise: str, seen: str = "") -> None:
@@ -78,7 +71,7 @@ def compare(
     seen = f"{what} gave {_short(value)}, expected {_short(expected)}"
     for name, result in (known or {}).items():
         require(not is_close(value, result, rtol=rtol), name, seen)
-    mistake("wrong-value", seen)
+    raise Mistake("wrong-value", seen)
 
 
 def is_close(value: Any, other: Any, *, rtol: float = ROUNDING) -> bool:
@@ -99,7 +92,8 @@ def without(otherwise: str, *errors: type[Exception]) -> Iterator[None]:
     except NotImplementedError:
         raise
     except errors as error:
-        mistake(otherwise, f"{type(error).__name__}: {error}".partition("\n")[0])
+        seen = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise Mistake(otherwise, seen) from None
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -130,7 +124,7 @@ class LearnersModule:
         if self._module is None:
             self._module = _load(self._file)
         if not hasattr(self._module, name):
-            mistake("missing", f"{self._file.name} has no {name}")
+            raise Mistake("missing", f"{self._file.name} has no {name}")
         return getattr(self._module, name)
 
     def replaced(self, name: str, value: Any) -> Any:
@@ -148,16 +142,6 @@ class Submission:
         self.world_size = world_size
         self.folder = folder
 
-    def post(self, name: str, text: str = "") -> None:
-        """Write a text for the other rank, without a process group."""
-        write_atomically(self.folder / name, text, durable=False)
-
-    def wait_for(self, name: str) -> str:
-        """Wait for a text of the other rank."""
-        while not (self.folder / name).exists():
-            time.sleep(_LOOK_EVERY_S)
-        return (self.folder / name).read_text(encoding="utf-8")
-
 
 Test = Callable[[Submission], None]
 
@@ -170,7 +154,8 @@ def exercise(test: Test) -> Callable[[], None]:
         tests = Path(test.__code__.co_filename)
         lab = lesson(tests.stem.removeprefix("test_").replace("_", "-"))
         name = test.__name__.removeprefix("test_")
-        (verdict,) = grading.grade(lab, tests.parent.parent / lab.file, [name], tests=tests)
+        file = tests.parent.parent / f"{lab.module}.py"
+        (verdict,) = grading.grade(lab, file, [name], tests=tests)
         if verdict.mistake:
             raise AssertionError(render([grading.mistake_finding(lab, verdict)]))
 
@@ -182,12 +167,11 @@ def exercise(test: Test) -> Callable[[], None]:
 # ---- in a rank
 
 
-def run_exercise(rank: int, task: Task) -> None:
-    """Run one test as this rank, write its outcome, and wait to be killed.
+def run_exercise(rank: int, exercise: Exercise, tests: Path, file: Path, folder: Path) -> None:
+    """Run one test as this rank, write its verdict, and wait to be killed.
 
     A rank that exits early would break the connections of the others.
     """
-    folder, file = Path(task.folder), Path(task.file)
     # What the learner sees is of the learner's file, not of the test.
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", module=re.escape(file.stem))
@@ -199,33 +183,29 @@ def run_exercise(rank: int, task: Task) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    outcome = _outcome(rank, task)
-    text = msgspec.json.encode(outcome).decode()
-    write_atomically(folder / f"outcome-{rank}.json", text, durable=False)
-    while True:
-        signal.pause()
-
-
-def _outcome(rank: int, task: Task) -> Verdict:
-    file = Path(task.file)
-    scratch = Path(task.folder) / "scratch"
-    submission = Submission(file=file, rank=rank, world_size=task.ranks, folder=scratch)
-    name, seen = "", ""
+    submission = Submission(
+        file=file, rank=rank, world_size=exercise.ranks, folder=folder / "scratch"
+    )
+    mistake, seen = "", ""
     try:
-        test = getattr(_load(Path(task.tests)), f"test_{task.exercise}").test
-        if task.joined:
+        test = getattr(_load(tests), f"test_{exercise.name}").test
+        if exercise.joined and exercise.ranks > 1:
             dist.init_process_group("gloo")
             dist.barrier()  # a rank that leaves at once would cut off one that still connects
         test(submission)
     except Mistake as error:
-        name, seen = error.name, error.seen
-    except NotImplementedError as error:
-        name, seen = "not-done", _line(error, file).lstrip()
-    except (SystemExit, KeyboardInterrupt) as error:
-        name, seen = "ended", f"{type(error).__name__}{_line(error, file)}"
+        mistake, seen = error.name, error.seen
     except BaseException as error:
-        name, seen = "raised", _raised(error, file)
-    return Verdict(exercise=task.exercise, mistake=name, seen=seen)
+        mistake, seen = "raised", _evidence(error, file)
+        if isinstance(error, NotImplementedError):
+            mistake = "not-done"
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
+            mistake = "ended"
+    verdict = Verdict(exercise=exercise.name, mistake=mistake, seen=seen)
+    text = msgspec.json.encode(verdict).decode()
+    write_atomically(folder / f"verdict-{rank}.json", text, durable=False)
+    while True:
+        signal.pause()
 
 
 def _load(file: Path) -> ModuleType:
@@ -238,27 +218,16 @@ def _load(file: Path) -> ModuleType:
     return module
 
 
-def _raised(error: BaseException, file: Path) -> str:
-    """Return an error with its line, the learner's lines of the traceback, and its message."""
+def _evidence(error: BaseException, file: Path) -> str:
+    """Return an error, the learner's lines of its traceback, and the rest of its message."""
     message, *more = [line for line in str(error).splitlines() if line.strip()] or [""]
-    lines = [f"{type(error).__name__}: {message}{_line(error, file)}"]
-    for frame in _learners_frames(error, file):
-        lines.append(f"  line {frame.lineno}: {frame.line}")
-    return "\n".join([*lines, *more[:_MESSAGE_LINES]])
-
-
-def _line(error: BaseException, file: Path) -> str:
+    lines = [f"{type(error).__name__}: {message}"]
     if isinstance(error, SyntaxError):
-        return f" at {file.name}:{error.lineno}"
-    frames = _learners_frames(error, file)
-    if not frames:
-        return ""
-    return f" at {file.name}:{frames[-1].lineno}, in {frames[-1].name}"
-
-
-def _learners_frames(error: BaseException, file: Path) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if frame.filename == str(file)]
+        lines.append(f"  {file.name}:{error.lineno}")
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == str(file):
+            lines.append(f"  {file.name}:{frame.lineno}, in {frame.name}: {frame.line}")
+    return "\n".join([*lines, *more[:_MESSAGE_LINES]])
 
 
 # ---- records of what the learner's code does, without a change of its results

@@ -18,9 +18,8 @@ from pathlib import Path
 import msgspec
 
 from torchmuster.errors import Impossible
-from torchmuster.labs import lesson as lessons
 from torchmuster.labs.grading import Verdict
-from torchmuster.labs.lesson import Lesson
+from torchmuster.labs.lesson import NAMES, Lesson, lesson
 from torchmuster.runfolder import write_atomically
 
 DEFAULT_ROOT = Path("labs")
@@ -36,45 +35,31 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Workspace:
+class LabFolder:
     """One lab in the learner's folder."""
 
     lesson: Lesson
-    folder: Path
+    path: Path
 
     @property
     def file(self) -> Path:
         """The file that the learner edits."""
-        return self.folder / self.lesson.file
+        return self.path / f"{self.lesson.module}.py"
 
-    @property
-    def report(self) -> Path:
-        """The page of ``muster lab report``."""
-        return self.folder / "report.html"
-
-    @property
-    def _grade(self) -> Path:
-        return self.folder / "grade.json"
-
-    def keep(self, grade: Grade) -> None:
+    def save_grade(self, grade: Grade) -> None:
         """Save a grade."""
-        write_atomically(self._grade, msgspec.json.encode(grade).decode() + "\n")
+        write_atomically(self.path / "grade.json", msgspec.json.encode(grade).decode() + "\n")
 
     def grade(self) -> Grade | None:
         """Return the last grade, or None if there is no readable one."""
         try:
-            return msgspec.json.decode(self._grade.read_bytes(), type=Grade)
+            return msgspec.json.decode((self.path / "grade.json").read_bytes(), type=Grade)
         except (OSError, msgspec.MsgspecError):
             return None
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the learner's file is newer than its grade."""
-        return self.file.stat().st_mtime > self._grade.stat().st_mtime
-
     def answers(self) -> list[tuple[str, str]]:
         """Return the questions with their answers; an answer is empty if it is not written yet."""
-        path = self.folder / "answers.md"
+        path = self.path / "answers.md"
         if not path.exists():
             path = self.lesson.folder / "answers.md"
         questions = _QUESTION.split(path.read_text(encoding="utf-8"))[1:]
@@ -82,57 +67,47 @@ class Workspace:
         return [(title, answer.strip().replace(_NO_ANSWER, "")) for title, answer in pairs]
 
 
-def start_workspace(lesson: Lesson, root: Path) -> Workspace:
+def start_lab(lesson: Lesson, root: Path) -> LabFolder:
     """Copy a lab into the learner's folder; never overwrite existing files."""
-    workspace = Workspace(lesson, root / lesson.name)
+    lab = LabFolder(lesson, root / lesson.name)
     try:
-        workspace.folder.mkdir(parents=True)
+        lab.path.mkdir(parents=True)
+        (lab.path / "tests").mkdir()
+        for name in ("README.md", "answers.md", f"tests/{lesson.tests.name}"):
+            shutil.copyfile(lesson.folder / name, lab.path / name)
+        lab.file.write_text(lesson.solution(gaps=True), encoding="utf-8")
     except FileExistsError:
         raise Impossible(
             f"lab {lesson.name} is already started",
-            why=f"{workspace.folder} exists and is not overwritten",
-            fix=f"continue in {workspace.file}\nto start over: mv {workspace.folder} {workspace.folder}.old",
+            why=f"{lab.path} exists and is not overwritten",
+            fix=f"continue in {lab.file}\nto start over: mv {lab.path} {lab.path}.old",
         ) from None
     except OSError as error:
         raise Impossible(
-            f"cannot create {workspace.folder}",
+            f"cannot create {lab.path}",
             why=error.strerror or str(error),
             fix="pass a writable folder: --labs DIR",
         ) from error
-    for name in ("README.md", "answers.md"):
-        shutil.copyfile(lesson.folder / name, workspace.folder / name)
-    (workspace.folder / "tests").mkdir()
-    shutil.copyfile(lesson.tests, workspace.folder / "tests" / lesson.tests.name)
-    workspace.file.write_text(lesson.starter(), encoding="utf-8")
-    return workspace
+    return lab
 
 
-def find_workspace(name: str | None, root: Path) -> Workspace:
-    """Find a started lab: by name, by the current folder, or the one changed last."""
-    here = Path.cwd()
-    if name in (None, here.name) and here.name in lessons.NAMES:
-        inside = Workspace(Lesson(here.name), Path())
-        if inside.file.is_file():
-            return inside
-    if name is not None:
-        workspace = Workspace(lessons.lesson(name), root / name)
-        if not workspace.file.is_file():
-            raise Impossible(
-                f"lab {name} has not been started",
-                why=f"there is no {workspace.file}",
-                fix=f"muster lab start {name}",
-            )
-        return workspace
-    workspaces = [workspace for workspace in all_workspaces(root) if workspace.file.is_file()]
-    if not workspaces:
+def find_lab(name: str | None, root: Path) -> LabFolder:
+    """Return a started lab: the named one, or that of the current folder."""
+    here = Path.cwd().name
+    if name is None and here not in NAMES:
         raise Impossible(
-            "no lab has been started here",
-            why=f"{root} contains no labs",
-            fix="muster lab start communication",
+            "no lab is named",
+            why="the current folder is not that of a lab",
+            fix="add the lab's name; the labs are: muster lab list",
         )
-    return max(workspaces, key=lambda workspace: workspace.file.stat().st_mtime)
-
-
-def all_workspaces(root: Path) -> list[Workspace]:
-    """Return a workspace for every lab, started or not."""
-    return [Workspace(Lesson(name), root / name) for name in lessons.NAMES]
+    lab = LabFolder(lesson(name or here), root / (name or here))
+    inside = LabFolder(lab.lesson, Path())
+    if here == lab.lesson.name and inside.file.is_file():
+        return inside
+    if not lab.file.is_file():
+        raise Impossible(
+            f"lab {lab.lesson.name} has not been started",
+            why=f"there is no {lab.file}",
+            fix=f"muster lab start {lab.lesson.name}",
+        )
+    return lab

@@ -78,6 +78,13 @@ def end_text(process: BaseProcess) -> str:
     return f"exited with code {code}"
 
 
+def send_signal(process: BaseProcess, number: signal.Signals) -> None:
+    """Send a signal to a rank, unless it has ended or never began."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 @contextlib.contextmanager
 def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)

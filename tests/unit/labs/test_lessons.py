@@ -1,12 +1,13 @@
 """What holds for every lab, and how a starter is cut from a solution; no torch."""
 
 import ast
+import tomllib
 
 import pytest
 
 from torchmuster.errors import Impossible
 from torchmuster.labs import lesson as course
-from torchmuster.labs.lesson import Lesson, general_hints, with_gaps, without_gaps
+from torchmuster.labs.lesson import GENERAL_HINTS, without_marks
 
 SOLUTION = '''\
 def double(number: int) -> int:
@@ -22,7 +23,7 @@ def use() -> int:
 
 
 def test_a_starter_is_the_solution_with_its_gaps_open() -> None:
-    assert with_gaps(SOLUTION) == (
+    assert without_marks(SOLUTION, gaps=True) == (
         "def double(number: int) -> int:\n"
         '    """Return twice the number."""\n'
         "    # YOUR CODE HERE\n"
@@ -31,16 +32,18 @@ def test_a_starter_is_the_solution_with_its_gaps_open() -> None:
         "def use() -> int:\n"
         "    return double(2)\n"
     )
-    assert "# solution" not in without_gaps(SOLUTION)
-    assert "return 2 * number" in without_gaps(SOLUTION)
+    whole = without_marks(SOLUTION, gaps=False)
+    assert "# solution" not in whole
+    assert "return 2 * number" in whole
 
 
 @pytest.mark.parametrize("name", course.NAMES)
 def test_every_lab_is_whole(name: str) -> None:
     lesson = course.lesson(name)
-    exercises = lesson.content.exercises
-    assert lesson.starter().count("# YOUR CODE HERE") >= len(exercises)
-    for text in (lesson.starter(), lesson.solution()):
+    exercises = lesson.exercises
+    starter = lesson.solution(gaps=True)
+    assert starter.count("# YOUR CODE HERE") >= len(exercises)
+    for text in (starter, lesson.solution()):
         ast.parse(text)
         assert "# solution" not in text
         assert "# end of solution" not in text
@@ -58,20 +61,21 @@ def test_every_lab_is_whole(name: str) -> None:
     assert [f"def test_{exercise.name}(" in tests for exercise in exercises] == [True] * len(
         exercises
     )
-    assert not set(lesson.content.hints) & set(general_hints())
+    own = tomllib.loads((lesson.folder / "lab.toml").read_text())["hints"]
+    assert not set(own) & set(tomllib.loads(GENERAL_HINTS.read_text()))
 
 
 @pytest.mark.parametrize("name", course.NAMES)
 def test_every_hint_says_what_why_and_what_to_do(name: str) -> None:
-    for mistake, hint in course.lesson(name).content.hints.items():
+    for mistake, hint in course.lesson(name).hints.items():
         for part in (hint.what, hint.why, hint.fix):
             assert part.strip(), mistake
             assert not part.endswith("."), mistake
 
 
 def test_the_course_gives_the_points_that_were_promised() -> None:
-    labs = [Lesson(name) for name in course.NAMES]
-    counted = {lab.name: lab.points for lab in labs if lab.content.counts}
+    labs = [course.lesson(name) for name in course.NAMES]
+    counted = {lab.name: lab.points for lab in labs if lab.counts}
     assert counted == {
         "gpu-basics": 20,
         "mixed-precision": 20,
@@ -81,15 +85,11 @@ def test_the_course_gives_the_points_that_were_promised() -> None:
     }
     assert sum(counted.values()) == 100
     assert course.TO_PASS == 70
-    assert {lab.points for lab in labs if not lab.content.counts} == {20}
+    assert {lab.points for lab in labs if not lab.counts} == {20}
 
 
-def test_an_unknown_lab_or_exercise_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_lab_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(Impossible) as unknown:
         course.lesson("dpp")
     assert "'dpp'" in unknown.value.what
     assert "communication, ddp," in unknown.value.why
-    with pytest.raises(Impossible) as unknown:
-        course.lesson("ddp").exercise("train")
-    assert "'train'" in unknown.value.what
-    assert "dataloader, " in unknown.value.why

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from torchmuster.labs.testing import (
+    Mistake,
     Submission,
     compare,
     exercise,
     is_close,
-    mistake,
     of_all_ranks,
     require,
     watched,
@@ -35,7 +35,7 @@ def test_dataloader(submission: Submission) -> None:
         ]
     except ValueError as error:
         if "mutually exclusive" in str(error):
-            mistake("shuffle-and-sampler", str(error))
+            raise Mistake("shuffle-and-sampler", str(error)) from None
         raise
     given = [torch.cat([batch for (batch,) in loader]).tolist() for loader in loaders]
     both = set(given[0]) & set(given[1])
@@ -68,7 +68,7 @@ def test_sync_gradients(submission: Submission) -> None:
         submission.code.sync_gradients(model)
     except (AttributeError, TypeError, ValueError) as error:
         if "None" in str(error) or "NoneType" in str(error):
-            mistake("none-gradient", str(error).partition("\n")[0])
+            raise Mistake("none-gradient", str(error).partition("\n")[0]) from None
         raise
     summed = {"gradients-summed": [[4.0, 4.0]]}
     compare(model.weight.grad, [[2.0, 2.0]], "the gradient of 1 and 3", summed)
@@ -141,11 +141,12 @@ def test_save_checkpoint(submission: Submission) -> None:
 
     def slowly(*_: Any, **__: Any) -> None:
         require(submission.rank == 0, "every-rank-saves", "rank 1 wrote as well")
-        submission.wait_for("rank-1-is-here")
+        while not (submission.folder / "rank-1-is-here").exists():
+            time.sleep(0.005)
         time.sleep(0.3)
 
     if submission.rank == 1:
-        submission.post("rank-1-is-here", "")
+        (submission.folder / "rank-1-is-here").touch()
     with watched(torch, "save", before=slowly):
         trainer.save_checkpoint(str(path), 4, optimizer)
     require(path.exists(), "no-barrier", f"rank {submission.rank} found no file when it continued")

@@ -85,23 +85,21 @@ def test_measurements(submission: Submission) -> None:
 def _check_plot(submission: Submission) -> None:
     """Run the plot with a stand-in for matplotlib, which may not be installed."""
     pyplot = MagicMock()
-    pyplot.subplots.return_value = MagicMock(), MagicMock()
-    figure, axes = pyplot.subplots.return_value
-    package = MagicMock(pyplot=pyplot)
+    figure, axes = pyplot.subplots.return_value = MagicMock(), MagicMock()
     path = str(submission.folder / "speedup.png")
+    package = MagicMock(pyplot=pyplot)
     with patch.dict(sys.modules, {"matplotlib": package, "matplotlib.pyplot": pyplot}):
         submission.code.plot_speedups({128: 0.5, 512: 8.0}, path)
-    saved = [*pyplot.savefig.call_args_list, *figure.savefig.call_args_list]
-    require(bool(saved), "plot-not-saved", "savefig was not called")
-    compare(len(saved), 1, "the number of saved pictures")
-    require(str(saved[0].args[0]) == path, "plot-not-saved", f"saved as {saved[0].args[0]}")
-    titles = [pyplot.xlabel, pyplot.ylabel, axes.set_xlabel, axes.set_ylabel, axes.set]
-    called = [title for title in titles if title.called]
-    require(len(called) == 2 or axes.set.called, "axes-without-titles", f"{len(called)} titles")
-    drawn = [*pyplot.plot.call_args_list, *axes.plot.call_args_list]
-    require(bool(drawn), "wrong-value", "plot was not called")
-    sizes, values = list(drawn[0].args[0]), list(drawn[0].args[1])
-    compare([*sizes, *values], [128, 512, 0.5, 8.0], "what was drawn")
+    calls: dict[str, tuple[Any, ...]] = {}
+    for name, arguments, _ in [*pyplot.method_calls, *figure.method_calls, *axes.method_calls]:
+        calls[name.removeprefix("set_")] = arguments
+    require("savefig" in calls, "plot-not-saved", "savefig was not called")
+    require(calls["savefig"][0] == path, "plot-not-saved", f"saved as {calls['savefig'][0]}")
+    has_titles = "set" in calls or {"xlabel", "ylabel"} <= calls.keys()
+    require(has_titles, "axes-without-titles", f"called: {', '.join(calls)}")
+    require("plot" in calls, "wrong-value", "plot was not called")
+    sizes, speedups = calls["plot"][:2]
+    compare([*sizes, *speedups], [128, 512, 0.5, 8.0], "what was drawn")
 
 
 @exercise

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from torchmuster.labs.testing import (
+    Mistake,
     Operations,
     Submission,
     compare,
     exercise,
     is_close,
-    mistake,
     require,
     without,
 )
@@ -32,7 +32,7 @@ def _gradients(model: nn.Module, layers: list[nn.Module]) -> torch.Tensor:
     torch.manual_seed(2)
     output = model(torch.ones(3, 4))
     if not output.requires_grad:
-        mistake(
+        raise Mistake(
             "reentrant-loses-gradients",
             "the output does not require gradients: backward stops there",
         )

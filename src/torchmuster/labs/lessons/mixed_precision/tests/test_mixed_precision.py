@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from torchmuster.labs.testing import (
+    Mistake,
     Submission,
     compare,
     exercise,
     forward_hooks,
-    mistake,
     require,
     watched,
 )
@@ -113,7 +113,7 @@ def test_scaled_step(submission: Submission) -> None:
     require("step" in calls, "step-without-scaler", order)
     require("update" in calls, "no-scaler-update", order)
     if trouble:
-        mistake("raised", trouble)
+        raise Mistake("raised", trouble)
     compare(model.weight, expected, "the weights after the step")
 
 
