@@ -1,20 +1,20 @@
 """``muster prove``: show that a training script repeats, resumes and scales correctly."""
 
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmuster.cli import output
-from torchmuster.cli.jobs import named_variables
 from torchmuster.cli.launch_options import ResumeOptions
 from torchmuster.cli.options import JsonOptions, command, flag
 from torchmuster.cli.training_command import TrainedOptions, device_of_ranks, rank_command
 from torchmuster.errors import ExitCode, Impossible
+from torchmuster.prove import report
 from torchmuster.prove.explanations import kinds
-from torchmuster.prove.proof import PROPERTIES, Proof, prove_script
-from torchmuster.prove.records import TrialRequest
-from torchmuster.prove.trials import STOPS, ProofRequest
+from torchmuster.prove.proof import CHECKS, PROPERTIES, Proof, prove_script
+from torchmuster.prove.records import ProofRequest
+from torchmuster.prove.report import DEVICES
+from torchmuster.runfolder import write_atomically
 from torchmuster.units import plural
 
 USUAL_STEPS = 20
@@ -39,17 +39,13 @@ def rank_counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in values}))
 
 
-def names_among(known: Sequence[str], noun: str) -> Callable[[str], tuple[str, ...]]:
-    """Return the parser of a comma list of known names."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        values = tuple(text.split(","))
-        for value in values:
-            if value not in known:
-                raise ValueError(f"{value!r} is not a {noun}; choose among {','.join(known)}")
-        return values
-
-    return parse
+def checks(text: str) -> tuple[str, ...]:
+    """Parse a comma list of properties and single checks."""
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in CHECKS:
+            raise ValueError(f"{name!r} is not a property; choose among {','.join(CHECKS)}")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +64,6 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
         parse=rank_counts,
         metavar="N,…",
     )
-    stops: tuple[str, ...] = flag(
-        f"how to stop runs (default: {','.join(STOPS)}): SIGKILL of all ranks, of one, SIGTERM, SIGKILL during a save",
-        default=STOPS,
-        parse=names_among(STOPS, "stop"),
-        metavar="NAME,…",
-    )
     outputs: tuple[str, ...] = flag(
         "what the script writes (default: what --output_dir names, …)",
         default=(),
@@ -90,16 +80,10 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
         default="",
         metavar="NAME",
     )
-    env: tuple[str, ...] = flag(
-        "set a variable on all ranks; NAME alone forwards its current value",
-        default=(),
-        repeated=True,
-        metavar="NAME[=VALUE]",
-    )
     only: tuple[str, ...] = flag(
-        f"test only these: {', '.join(PROPERTIES)}",
+        f"test only these: {', '.join(PROPERTIES)}, or one way to stop: {', '.join(CHECKS[len(PROPERTIES) :])}",
         default=PROPERTIES,
-        parse=names_among(PROPERTIES, "property"),
+        parse=checks,
         metavar="PROPERTY,…",
     )
     allow: tuple[str, ...] = flag(
@@ -120,8 +104,8 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
     more="""
     Runs an unmodified script several times for a few steps: twice from its start, stopped and
     resumed, and on other numbers of ranks. Names the first thing that differs.
-    Each run works in a copy of this folder. Writes elsewhere are refused: by the kernel (Landlock,
-    Linux 5.19), else only those of Python.
+    Each run works in a copy of this folder. The kernel refuses writes elsewhere (Landlock, Linux
+    5.19); without it they are not refused, and the result says so.
     """,
     examples=[
         "muster prove train.py                         two ranks, 20 steps, on the CPU or on GPUs",
@@ -134,13 +118,10 @@ class ProveOptions(TrainedOptions, ResumeOptions, JsonOptions):
 def run(options: ProveOptions) -> int:
     """Prove the script and return the exit code."""
     request = _proof_request(options)
-    trial = request.trial
-    where = "on the CPU" if trial.device == "cpu" else "on GPUs"
-    output.say(
-        f"muster: {plural(trial.ranks, 'rank')} {where}, {trial.steps} steps; runs work in copies"
-    )
-    proof = prove_script(request, properties=options.only, allowed=options.allow, say=output.say)
-    _show_proof(options, proof, Path(trial.into))
+    where = f"{plural(request.ranks, 'rank')} {DEVICES[request.device]}"
+    output.say(f"muster: {where}, {request.steps} steps; runs work in copies")
+    proof = prove_script(request, output.say)
+    _show_proof(options, proof, Path(request.into))
     return ExitCode.FAILED if proof.failed else ExitCode.GOOD
 
 
@@ -156,7 +137,7 @@ def _proof_request(options: ProveOptions) -> ProofRequest:
         )
     steps = options.steps or USUAL_STEPS
     command = rank_command(options, device, steps=steps, purpose="a proof up to")
-    trial = TrialRequest(
+    return ProofRequest(
         command=command.command,
         module=command.module,
         with_run_folder=command.is_worker,
@@ -165,24 +146,18 @@ def _proof_request(options: ProveOptions) -> ProofRequest:
         ranks=ranks,
         device=device,
         steps=steps,
-    )
-    return ProofRequest(
-        trial=trial,
         most_steps=0 if options.steps or command.is_worker else MOST_STEPS,
+        only=options.only,
+        allowed=options.allow,
         other_ranks=tuple(count for count in counts if count != ranks),
         resume_with=options.resume_with,
         outputs=options.outputs,
         batch_argument=options.batch_arg,
         accumulation_argument=options.accumulation_arg,
-        stops=options.stops,
-        environment=named_variables(options.env),
     )
 
 
 def _show_proof(options: ProveOptions, proof: Proof, folder: Path) -> None:
-    from torchmuster.prove import report
-    from torchmuster.runfolder import write_atomically
-
     if options.json:
         output.print_json(report.proof_json(proof, folder))
     else:

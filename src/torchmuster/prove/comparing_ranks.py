@@ -1,19 +1,15 @@
-"""Compare the ranks of a run, and runs on other numbers of ranks. Pure functions of records."""
+"""Compare the ranks of a run. Pure functions of records."""
 
-import math
-from dataclasses import dataclass
-
-from torchmuster.prove.comparing import GROWTH, ROUNDING, Comparison, Difference
+from torchmuster.prove.comparing import Difference
 from torchmuster.prove.records import RankRecord, TrialRecord
 
-_NEAR = 0.3  # a factor is that of the ranks if it is so much nearer to it than to 1, as logarithms
 _MOST = 0.5  # share of the samples
 _FEW_SAMPLES = 4
 
 
 def compare_ranks(record: TrialRecord) -> list[Difference]:
     """Return what is wrong between the ranks of a run, and between its epochs and workers."""
-    checks = (_same_data, _uneven, _replicas, _buffers, _epoch_order, _worker_seeds)
+    checks = (_same_data, uneven_batches, _replicas, _buffers, _epoch_order, _worker_seeds)
     differences = [check(record) for check in checks]
     return [difference for difference in differences if difference is not None]
 
@@ -47,7 +43,8 @@ def _first_samples(rank: RankRecord, steps: int) -> set[str]:
     return seen
 
 
-def _uneven(record: TrialRecord) -> Difference | None:
+def uneven_batches(record: TrialRecord) -> Difference | None:
+    """Return where ranks do not have the same amount of data; they then wait for each other in vain."""
     kind = "uneven-batches"
     for step in range(record.steps):
         counts = [len(rank.steps[step].micro_batches) for rank in record.ranks]
@@ -156,60 +153,3 @@ def _buffers(record: TrialRecord) -> Difference | None:
                 what = f"the buffers of the model (BatchNorm) differ between rank 0 and rank {rank.rank}"
                 return Difference(kind="buffers-differ", step=step + 1, what=what, rank=rank.rank)
     return None
-
-
-# ---- the same global batch, distributed otherwise
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variation:
-    """A run with the same global batch on ``count`` ranks, or in ``count`` micro-batches per step."""
-
-    name: str  # such as "2 ranks"
-    count: int
-    ranks: int
-    arguments: tuple[str, ...]  # of the script
-    check: str  # the name of the check that compares it with the first variation
-
-
-def compare_scaled(
-    few: TrialRecord, many: TrialRecord, first: Variation, second: Variation
-) -> Comparison:
-    """Compare the runs of two variations, which must have the same gradients."""
-    largest = 0.0
-    for step in range(min(few.steps, many.steps)):
-        if few.samples(step) != many.samples(step):
-            why = f"step {step + 1} has other samples with {second.name} than with {first.name}"
-            return Comparison(why_not=why)
-        expected, norm = few.gradient_norm(step), many.gradient_norm(step)
-        apart = abs(expected - norm) / max(expected, norm, 1e-300)
-        largest = max(largest, apart)
-        allowed = ROUNDING.get(few.dtype, ROUNDING["float32"])
-        if step:  # the weights differ already
-            allowed *= GROWTH
-        if apart <= allowed:
-            continue
-        parameters = few.ranks[0].parameters
-        if parameters is not None and parameters.layers:
-            why = f"{', '.join(parameters.layers)} computes with the samples of one rank"
-            return Comparison(why_not=why)
-        what = (
-            f"the gradient norm of step {step + 1} is {norm:.5g} with {second.name} and {expected:.5g} "
-            f"with {first.name}"
-        )
-        factor = norm / max(expected, 1e-300)
-        ratio = second.count / first.count
-        kind = "loss-average"
-        if _is_near(factor, ratio) or _is_near(factor, 1 / ratio):
-            kind = "gradient-scale"
-            if second.check == "accumulation":
-                kind = "accumulation-scale"
-        what = f"{what}: a factor of {factor:.3g}"
-        return Comparison(difference=Difference(kind=kind, step=step + 1, what=what))
-    return Comparison(apart=largest, steps=min(few.steps, many.steps))
-
-
-def _is_near(factor: float, ratio: float) -> bool:
-    """Return whether a factor is rather this ratio than 1."""
-    distance = math.log(max(factor, 1e-300) / ratio)
-    return abs(distance) < _NEAR * abs(math.log(max(factor, 1e-300)))

@@ -5,10 +5,8 @@ more, and importing takes most of the time of a short run. When a rank fails, th
 later, as under torchrun.
 """
 
-import contextlib
 import importlib.util
 import math
-import os
 import re
 import signal
 import time
@@ -108,8 +106,7 @@ def _limit_of_silence(request: TrialRequest) -> float:
 
 def _signal(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid or 0, number)
+        forked_ranks.send_signal(process, number)
 
 
 def _failure(into: Path, processes: Sequence[BaseProcess]) -> str:

@@ -40,6 +40,28 @@ class TrialRequest:
     dropout: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProofRequest(TrialRequest):
+    """What to prove of which script: the first run in the user's folder, ``into`` the folder of the report."""
+
+    only: tuple[str, ...]  # properties, or single checks, such as resume.killed
+    allowed: tuple[str, ...] = ()  # kinds of differences
+    other_ranks: tuple[int, ...] = ()
+    resume_with: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    batch_argument: str = ""
+    accumulation_argument: str = ""
+
+    @property
+    def script(self) -> str:
+        """The name of the script."""
+        return self.command[0] if self.module else Path(self.command[0]).name
+
+    def wants(self, check: str) -> bool:
+        """Return whether a check, such as ``resume.killed``, is requested, or its whole property."""
+        return check in self.only or check.partition(".")[0] in self.only
+
+
 class MicroBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One forward of the model in training."""
 
@@ -144,12 +166,9 @@ class TrialRecord:
         return min(len(rank.steps) for rank in self.ranks)
 
     @property
-    def dtype(self) -> str:
-        """The type of the trained parameters."""
-        parameters = self.ranks[0].parameters
-        if parameters is None:
-            return "float32"
-        return parameters.dtype
+    def newest_step(self) -> int:
+        """The step of the newest complete checkpoint; 0 if there is none."""
+        return max((save.step for save in self.saves), default=0)
 
     def up_to(self, steps: int) -> "TrialRecord":
         """Return the record without what happened after this many steps."""
@@ -160,16 +179,13 @@ class TrialRecord:
         saves = [save for save in self.saves if save.step <= steps]
         return TrialRecord(ranks=ranks, trouble=self.trouble, saves=saves)
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step (from 0), over all ranks."""
-        batches: list[MicroBatch] = []
-        for rank in self.ranks:
-            batches += rank.steps[step].micro_batches
-        return batches
-
     def loss(self, step: int) -> float | None:
         """Return the mean of the losses of a step, over ranks and micro-batches."""
-        losses = [batch.loss for batch in self.micro_batches(step) if batch.loss is not None]
+        losses = []
+        for rank in self.ranks:
+            for batch in rank.steps[step].micro_batches:
+                if batch.loss is not None:
+                    losses.append(batch.loss)
         if not losses:
             return None
         return sum(losses) / len(losses)
@@ -185,9 +201,24 @@ class TrialRecord:
     def samples(self, step: int) -> Counter[str]:
         """Return how often each sample is in a step, over all ranks and micro-batches."""
         samples: Counter[str] = Counter()
-        for batch in self.micro_batches(step):
-            samples.update(batch.samples)
+        for rank in self.ranks:
+            for batch in rank.steps[step].micro_batches:
+                samples.update(batch.samples)
         return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeTrial:
+    """A run that was stopped, and its continuation."""
+
+    stop: PlannedStop
+    stopped: TrialRecord
+    resumed: TrialRecord
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest complete checkpoint of the stopped run; 0 if there is none."""
+        return self.stopped.newest_step
 
 
 def file_of(into: Path, rank: int) -> Path:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+import msgspec
+
 from torchmuster.finding import Finding, render
 from torchmuster.pages.charts import RULES, Axis, Curve, line_chart
 from torchmuster.pages.frame import html_article, html_page, html_table
@@ -17,10 +19,8 @@ from torchmuster.redaction import printable
 from torchmuster.units import format_seconds, plural
 
 _NARROWEST, _WIDER = 1.5, 3.0  # widths of the curves
-_NOT_WATCHED = (
-    "not watched: writes of child processes and native code (this kernel has no Landlock)"
-)
-_IN_JSON = ("kind", "step", "rank", "also", "line")  # of a difference
+_NOT_WATCHED = "not watched: writes outside the copies of the folder (this kernel has no Landlock)"
+DEVICES = {"cpu": "on the CPU", "gpu": "on GPUs"}
 _CURVES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate"}
 
 
@@ -49,56 +49,39 @@ def _shown_findings(proof: Proof) -> list[Finding]:
         finding = result.finding
         if result.difference is None:
             shown[result.name] = finding
-        elif finding.name in shown:
-            first = shown[finding.name]
+            continue
+        first = shown.setdefault(finding.name, finding)
+        if first is not finding:
             evidence = f"{first.evidence}\nalso: {finding.what}".strip()
             shown[finding.name] = replace(first, evidence=evidence)
-        else:
-            shown[finding.name] = finding
     return list(shown.values())
 
 
 def _trial_summary(proof: Proof) -> str:
-    trial = proof.request.trial
     steps = proof.baseline.steps if proof.baseline else 0
-    where = "on the CPU" if trial.device == "cpu" else "on GPUs"
-    ranks = plural(trial.ranks, "rank")
+    where = f"{plural(proof.request.ranks, 'rank')} {DEVICES[proof.request.device]}"
     runs = plural(proof.runs, "run")
-    return f"{ranks} {where}, {steps} steps, {runs} in {format_seconds(proof.took_s)}"
+    return f"{where}, {steps} steps, {runs} in {format_seconds(proof.took_s)}"
 
 
 def proof_json(proof: Proof, folder: Path) -> dict[str, object]:
     """Return the result as plain JSON types."""
-    results = []
-    for result in proof.results:
-        difference = None
-        if result.difference is not None:
-            difference = {name: getattr(result.difference, name) for name in _IN_JSON}
-        results.append(
-            {
-                "name": result.name,
-                "property": result.tested,
-                "outcome": result.outcome,
-                "difference": difference,
-                "finding": result.finding.as_json(),
-            }
-        )
     return {
         "script": proof.request.script,
-        "ranks": proof.request.trial.ranks,
+        "ranks": proof.request.ranks,
         "steps": proof.baseline.steps if proof.baseline else 0,
         "runs": proof.runs,
         "passed": not proof.failed,
         "confined_by_kernel": landlock.is_available(),
         "report": str(folder / "report.html"),
-        "results": results,
+        "results": msgspec.to_builtins(proof.results),
     }
 
 
 def proof_page(proof: Proof) -> str:
     """Return the result as a page with the curves of all runs over each other."""
     request = proof.request
-    command = escape(printable(request.trial.command))
+    command = escape(printable(request.command))
     rows = []
     for result in proof.results:
         kind, step = "", ""

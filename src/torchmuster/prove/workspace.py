@@ -12,22 +12,18 @@ from pathlib import Path
 
 _MOST_COPIED_BYTES = 16 * 2**20  # a larger file or folder is linked
 _MOST_FILES = 2000  # of a folder
-_LEFT_OUT = {
+_LEFT_OUT = (
     ".git",
     ".hg",
     ".ipynb_checkpoints",
     ".mypy_cache",
     ".pytest_cache",
     ".ruff_cache",
-    ".venv",
     "__pycache__",
-    "lightning_logs",
-    "mlruns",
-    "node_modules",
-    "runs",
-    "venv",
-    "wandb",
-}
+)
+# Folders in which trackers and muster write one folder for each run, and what such a folder has or is called.
+_RUNS = ("lightning_logs", "mlruns", "runs", "wandb")
+_OF_A_RUN = ("*/job.json", "*/events.out.tfevents.*", "*/meta.yaml", "version_*", "*run-*")
 # Arguments of scripts that name a folder for what they write.
 _OUTPUT = re.compile(
     r"(output|out|save|checkpoints?|ckpts?|log|logs|logging|run|work|results?|exp|experiment|project|default_root)"
@@ -126,7 +122,7 @@ def _copy_folder(source: Path, target: Path, leave_out: set[Path]) -> None:
     target.mkdir(parents=True)
     for path in sorted(source.iterdir()):
         copy = target / path.name
-        if path.name in _LEFT_OUT or path in leave_out:
+        if path.name in _LEFT_OUT or path in leave_out or _has_runs(path):
             continue
         if path.is_symlink():
             copy.symlink_to(path.resolve())
@@ -138,6 +134,13 @@ def _copy_folder(source: Path, target: Path, leave_out: set[Path]) -> None:
             shutil.copy2(path, copy)
         elif path.is_dir() or path.is_file():  # too large for a copy
             copy.symlink_to(path)
+
+
+def _has_runs(folder: Path) -> bool:
+    """Return whether a folder is for runs, and not a source or data folder of the same name."""
+    if folder.name not in _RUNS:
+        return False
+    return any(next(folder.glob(pattern), None) is not None for pattern in _OF_A_RUN)
 
 
 def _is_large(folder: Path) -> bool:

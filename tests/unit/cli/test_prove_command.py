@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
         (["--steps", "2", "train.py"], "'2' is not a number of at least 4"),
         (["--ranks", "0", "train.py"], "'0' is not a list of numbers"),
         (["--only", "speed", "train.py"], "'speed' is not a property"),
-        (["--stops", "never", "train.py"], "'never' is not a stop"),
+        (["--only", "resume.never", "train.py"], "'resume.never' is not a property"),
         (["--allow", "everything", "train.py"], "invalid choice"),
         (["--lr", "1e-4", "train.py"], "unrecognized arguments: --lr"),
         (["c.yaml", "--steps", "9"], "flags come before the settings file"),

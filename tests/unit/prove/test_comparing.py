@@ -8,9 +8,16 @@ from torchmuster.prove.comparing import (
     compare_repeated,
     compare_resumed,
 )
-from torchmuster.prove.comparing_ranks import Variation, compare_ranks, compare_scaled
-from torchmuster.prove.records import EventRecord, PlannedStop, StepRecord, TrialRecord
-from torchmuster.prove.trials import ResumeTrial, stops_for
+from torchmuster.prove.comparing_ranks import compare_ranks
+from torchmuster.prove.records import (
+    EventRecord,
+    PlannedStop,
+    ResumeTrial,
+    StepRecord,
+    TrialRecord,
+)
+from torchmuster.prove.scaling import Variation, compare_scaled
+from torchmuster.prove.stops import stops_for
 from unit.prove.made_up_trials import step_record, trial
 
 Change = Callable[[StepRecord, int], None]
@@ -36,7 +43,7 @@ def kind_after(change: Change, start: int = 6) -> tuple[str, int]:
 def test_a_run_that_resumes_exactly_has_no_difference() -> None:
     found = compare_resumed(WHOLE, resumed(trial(range(7, 13))))
     assert found.difference is None
-    assert found.apart == 0
+    assert found.rounding == 0
 
 
 def replace(field: str, value: object, *, at: int = 7) -> Change:
@@ -101,7 +108,7 @@ def test_another_order_of_additions_is_rounding() -> None:
 
     found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=change)))
     assert found.difference is None
-    assert 0 < found.apart < 1e-6
+    assert 0 < found.rounding < 1e-6
 
 
 def test_a_lost_optimizer_is_no_rounding() -> None:
@@ -113,14 +120,14 @@ def test_a_lost_optimizer_is_no_rounding() -> None:
     assert kind_after(change) == ("optimizer-state", 7)
 
 
-def test_data_from_the_start_of_the_epoch() -> None:
+def test_data_that_is_read_again() -> None:
     def change(step: StepRecord, rank: int) -> None:
         step.micro_batches = step_record(step.step - 2, rank).micro_batches
 
     found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=change))).difference
     assert found is not None
     assert (found.kind, found.step, found.line) == ("data-order", 7, "train.py:7")
-    assert "beginning of the epoch: 2 batches (4 samples) are repeated" in found.what
+    assert "the last 2 batches are repeated" in found.what
 
 
 def test_other_data_of_a_rank_explain_the_result_on_another() -> None:
@@ -138,7 +145,7 @@ def test_skipped_data() -> None:
 
     found = compare_resumed(WHOLE, resumed(trial(range(7, 12), change=change))).difference
     assert found is not None
-    assert "1 batches (2 samples) are skipped" in found.what
+    assert "the next 1 batches are skipped" in found.what
 
 
 def test_lost_micro_batches() -> None:

@@ -1,5 +1,6 @@
 """The result of a proof as a screen, a page and JSON."""
 
+import json
 from pathlib import Path
 
 from syrupy.assertion import SnapshotAssertion
@@ -9,8 +10,7 @@ from torchmuster.prove import report
 from torchmuster.prove.comparing import Difference
 from torchmuster.prove.explanations import finding_of
 from torchmuster.prove.proof import Proof, Result
-from torchmuster.prove.records import TrialRequest
-from torchmuster.prove.trials import ProofRequest
+from torchmuster.prove.records import ProofRequest
 from unit.prove.made_up_trials import trial
 
 
@@ -32,7 +32,8 @@ def proof() -> Proof:
         )
 
     equal = Finding(name="prove-determinism", status=Status.OK, what="determinism: bitwise equal")
-    request = TrialRequest(
+    request = ProofRequest(
+        only=("determinism", "resume"),
         command=("train.py", "--lr", "<b>"),
         module=False,
         with_run_folder=False,
@@ -43,7 +44,7 @@ def proof() -> Proof:
         device="cpu",
     )
     return Proof(
-        request=ProofRequest(trial=request),
+        request=request,
         baseline=trial(range(1, 13), saves=(3, 6)),
         results=[
             Result(name="determinism", outcome="pass", finding=equal),
@@ -66,13 +67,15 @@ def test_json_has_the_difference() -> None:
     assert found["passed"] is False
     results = found["results"]
     assert isinstance(results, list)
-    assert results[1]["difference"] == {
-        "kind": "learning-rate",
-        "step": 7,
-        "rank": None,
-        "also": ("weights",),
-        "line": "train.py:31",
-    }
+    assert (results[0]["outcome"], results[0]["difference"]) == ("pass", None)
+    assert results[1]["name"] == "resume.killed"
+    difference = results[1]["difference"]
+    assert (difference["kind"], difference["step"], difference["line"]) == (
+        "learning-rate",
+        7,
+        "train.py:31",
+    )
+    json.dumps(found)
 
 
 def test_the_page_shows_curves_and_escapes_text() -> None:

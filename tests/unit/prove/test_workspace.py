@@ -49,6 +49,18 @@ def test_small_files_are_copied_and_large_folders_linked(folder: Path) -> None:
     assert not (copy / "prove").exists()
 
 
+def test_only_real_run_folders_are_left_out(folder: Path) -> None:
+    """A source or data folder may be called like one; a virtual environment is linked as any large folder."""
+    for file in ("runs/__init__.py", "venv/pyvenv.cfg", "wandb/data.csv", "mlruns/0/meta.yaml"):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("")
+    copy, _ = copied(workspace(folder))
+    assert (copy / "runs" / "__init__.py").is_file()
+    assert (copy / "wandb" / "data.csv").is_file()
+    assert (copy / "venv" / "pyvenv.cfg").is_file()
+    assert not (copy / "mlruns").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "outputs"),
     [(("--output_dir", "out"), ()), (("--output-dir=out",), ()), ((), ("out",))],

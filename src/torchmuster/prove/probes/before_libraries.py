@@ -9,4 +9,4 @@ from torchmuster.prove.probes import isolation
 
 # The first optimizer of a process imports torch's compiler, which takes seconds.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-isolation.watch_libraries()
+isolation.block_uploads()

@@ -1,17 +1,15 @@
-"""Stop the ranks of a trial at an exact place: kill them, send SIGTERM, or kill them in a save."""
+"""Stop the ranks of a trial at an exact place: kill them, send SIGTERM, or kill them in ``torch.save``."""
 
 import contextlib
 import io
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchmuster.prove.probes.isolation import before_safetensors
 from torchmuster.prove.probes.replacing import replace
 from torchmuster.prove.records import TrialRequest
 
@@ -28,10 +26,7 @@ class Stopper:
         self._stop = request.stop
         (self._into / f"pid-{rank}").write_text(str(os.getpid()))
         if self._stop is not None and self._stop.name == "save-killed":
-            replace(torch, "save", self._tear_torch, when=self._is_due)
-            before_safetensors(self._tear_safetensors)
-            if request.with_run_folder:
-                sys.addaudithook(self._in_own_save)
+            replace(torch, "save", self._tear, when=self._is_due)
 
     def before_forward(self, micro_batch: int) -> None:
         """Stop here, if this is the place."""
@@ -60,24 +55,16 @@ class Stopper:
     def _is_due(self) -> bool:
         return self._stop is not None and self.steps_done >= self._stop.after_step
 
-    def _tear_torch(self, usual: Any, obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+    def _tear(self, usual: Any, obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+        """Write the first half of a file, and kill all ranks."""
         whole = io.BytesIO()
         usual(obj, whole, *arguments, **named)
-        self._write_half_and_kill(whole.getvalue(), f)
-
-    def _tear_safetensors(self, tensors: Any, path: Any) -> None:
-        if self._is_due():
-            from safetensors.torch import save
-
-            self._write_half_and_kill(save(tensors), path)
-
-    def _write_half_and_kill(self, content: bytes, target: Any) -> None:
-        half = content[: len(content) // 2]
-        if isinstance(target, str | os.PathLike):
-            Path(target).write_bytes(half)
+        half = whole.getvalue()[: whole.tell() // 2]
+        if isinstance(f, str | os.PathLike):
+            Path(f).write_bytes(half)
         else:
-            target.write(half)
-            target.flush()
+            f.write(half)
+            f.flush()
         self._kill_all()
 
     def _kill_all(self) -> None:
@@ -87,11 +74,3 @@ class Stopper:
                 with contextlib.suppress(ProcessLookupError):  # it has exited
                     os.kill(int(path.read_text()), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def _in_own_save(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Kill the ranks of ``muster train`` when they create a file of a checkpoint."""
-        if event == "open" and self._is_due():
-            path, mode, flags = arguments
-            writes = "w" in mode if mode else flags & os.O_WRONLY
-            if writes and "/checkpoints/" in str(path):
-                self._kill_all()
