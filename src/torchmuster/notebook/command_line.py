@@ -1,56 +1,29 @@
 """The arguments of ``%muster`` and ``%%rank``."""
 
-import argparse
-from typing import NoReturn
+import shlex
 
 from torchmuster.errors import Impossible
 from torchmuster.units import rank_text
 
-
-class HelpShown(Exception):
-    """Raised after printing help."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Impossible(message, fix=self.format_usage().rstrip())
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise HelpShown
+USAGE = "%muster start [flags of muster run], %muster stop, or %muster restart"
+_ELSEWHERE = ("--hosts", "--nodes", "--join", "--slurm", "--detach")
 
 
-def magic_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``%muster``; the action is in ``command``."""
-    parser = _Parser(prog="%muster", description="Manage the ranks of this notebook.")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="start|stop|restart|status"
-    )
-    start = commands.add_parser("start", help="start ranks")
-    start.add_argument(
-        "--ranks", type=_positive, metavar="N", help="number of ranks (default: one per GPU)"
-    )
-    start.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
-    start.add_argument("--gpu-ids", nargs="+", metavar="ID")
-    commands.add_parser("stop", help="stop the ranks")
-    commands.add_parser("restart", help="stop the ranks and start new ones")
-    commands.add_parser("status", help="show the running ranks")
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(text)
-
-
-def run_flags(options: argparse.Namespace) -> list[str]:
-    """Return the flags of ``%muster start`` as those of ``muster run``."""
-    flags = ["--device", options.device]
-    if options.ranks is not None:
-        flags += ["--ranks", str(options.ranks)]
-    if options.gpu_ids:
-        flags += ["--gpu-ids", ",".join(options.gpu_ids)]
-    return flags
+def action_and_flags(line: str) -> tuple[str, list[str]]:
+    """Split a line of ``%muster`` into its action and, of ``start``, the flags of ``muster run``."""
+    action, *flags = shlex.split(line) or [""]
+    if action not in ("start", "stop", "restart"):
+        raise Impossible(f"{action!r} is not an action of %muster", fix=USAGE)
+    if flags and action != "start":
+        raise Impossible(f"%muster {action} takes no flags", fix=USAGE)
+    for flag in flags:
+        if flag.partition("=")[0] in _ELSEWHERE:
+            raise Impossible(
+                f"{flag} does not work in a notebook",
+                why="the ranks of a notebook run on its host, as long as its kernel",
+                fix=f"write the cells into a script: muster run {flag}",
+            )
+    return action, flags
 
 
 def chosen_ranks(line: str, world_size: int) -> list[int]:

@@ -23,7 +23,11 @@ class Launcher:
     """
 
     def __init__(
-        self, flags: Sequence[str], port: int, secret: bytes, on_text: Callable[[str | None], None]
+        self,
+        flags: Sequence[str],
+        address: str,
+        secret: bytes,
+        on_text: Callable[[str | None], None],
     ) -> None:
         self._on_text = on_text
         # The ranks run on this host, also in a Slurm job with several nodes.
@@ -34,7 +38,7 @@ class Launcher:
             [
                 *(sys.executable, "-m", "torchmuster", "run", "--name", "notebook", *flags),
                 *("--set", _GRACE, "--env", SECRET_VARIABLE),
-                *("-m", "torchmuster.notebook.rank_loop", str(port)),
+                *("-m", "torchmuster.notebook.rank_loop", address),
             ],
             env={**environment, SECRET_VARIABLE: secret.hex()},
             stdin=subprocess.DEVNULL,

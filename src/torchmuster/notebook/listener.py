@@ -1,61 +1,46 @@
-"""Where the ranks of a notebook connect: on loopback, each once, with the key of this start."""
+"""Where the ranks of a notebook connect: at a socket in a folder of this user, with the key of this start."""
 
 import contextlib
-import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, Listener
 
 import msgspec
 
-from torchmuster.notebook.messages import LOOPBACK, Hello
+from torchmuster.notebook.messages import Hello
 
 _LONGEST_HELLO = 1000
+# What a client causes that is not a rank, or has no key.
+_NO_RANK = (OSError, EOFError, AssertionError, AuthenticationError, msgspec.DecodeError)
 
 
 class RankListener:
     """Listens until it is closed; ``on_rank`` is called for each rank, in a thread."""
 
     def __init__(self, secret: bytes, on_rank: Callable[[Hello, Connection], None]) -> None:
-        self._secret = secret
-        self._on_rank = on_rank
-        self._listening = socket.create_server((LOOPBACK, 0))
-        self.port: int = self._listening.getsockname()[1]
-        self._connected: set[int] = set()
-        self._lock = threading.Lock()
+        self._secret, self._on_rank = secret, on_rank
+        # Other users cannot enter it. In /tmp, because the path of a socket has at most 107 bytes.
+        self._folder = tempfile.TemporaryDirectory(prefix="muster-", dir="/tmp")
+        self.address = f"{self._folder.name}/ranks"
+        self._listener = Listener(self.address, family="AF_UNIX", authkey=secret)
+        self._closed = False
         self._thread = threading.Thread(target=self._accept, name="notebook-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening; accepted connections stay open."""
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes up accept
+        self._closed = True
+        with contextlib.suppress(*_NO_RANK):  # it is closed already
+            Client(self.address, authkey=self._secret).close()  # ends the last accept
         self._thread.join()
-        self._listening.close()
+        self._listener.close()
+        self._folder.cleanup()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listening.accept()
-            except ConnectionAbortedError:
-                continue
-            except OSError:  # closed
-                return
-            connection = Connection(accepted.detach())
-            # A thread for each: a client that stays silent delays no rank.
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-
-    def _admit(self, connection: Connection) -> None:
-        try:
-            deliver_challenge(connection, self._secret)
-            answer_challenge(connection, self._secret)
-            hello = msgspec.msgpack.decode(connection.recv_bytes(_LONGEST_HELLO), type=Hello)
-            with self._lock:
-                if hello.rank in self._connected:
-                    raise AuthenticationError(f"rank {hello.rank} is already connected")
-                self._connected.add(hello.rank)
-        except (EOFError, OSError, AssertionError, AuthenticationError, msgspec.DecodeError):
-            connection.close()
-        else:
-            self._on_rank(hello, connection)
+        while not self._closed:
+            with contextlib.suppress(*_NO_RANK):
+                connection: Connection = self._listener.accept()
+                content = connection.recv_bytes(_LONGEST_HELLO)
+                self._on_rank(msgspec.msgpack.decode(content, type=Hello), connection)

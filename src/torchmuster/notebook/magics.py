@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import importlib.util
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
@@ -32,23 +31,20 @@ class Notebook:
     def __init__(self, shell: Any) -> None:
         self.shell = shell  # of IPython
         self._ranks: Ranks | None = None
-        self._parser = command_line.magic_parser()
 
     # ---- commands
 
     def muster(self, line: str) -> None:
-        """``%muster start|stop|restart|status``: the ranks of this notebook."""
-        with _errors_as_text(), contextlib.suppress(command_line.HelpShown):
-            options = self._parser.parse_args(shlex.split(line))
-            match options.command:
+        """``%muster start|stop|restart``: the ranks of this notebook."""
+        with _errors_as_text():
+            action, flags = command_line.action_and_flags(line)
+            match action:
                 case "start":
-                    self._start_first(command_line.run_flags(options))
+                    self._start_first(flags)
                 case "stop":
                     self.stop()
                 case "restart":
                     self._restart()
-                case "status":
-                    self._show_status()
 
     def all_ranks(self, line: str, code: str) -> None:
         """``%%ranks``: run the cell on every rank."""
@@ -89,13 +85,6 @@ class Notebook:
         self.stop()
         self._start(self._ranks.flags)
 
-    def _show_status(self) -> None:
-        ranks = self._ranks
-        text = "no ranks running; to start some: %muster start --ranks 2"
-        if ranks is not None and ranks.alive:
-            text = f"{plural(ranks.world_size, 'rank')}; logs in {ranks.run_folder.logs}"
-        print(text)
-
     # ---- how
 
     def _running(self) -> Ranks:
@@ -110,13 +99,8 @@ class Notebook:
 
     def _start(self, flags: Sequence[str]) -> None:
         self._ranks = ranks = Ranks(flags)
-        show = self._status()
-        last = "not started"
-        try:
-            ranks.wait_until_ready(show)
-            last = f"{plural(ranks.world_size, 'rank')} ready; %%ranks runs a cell on them"
-        finally:
-            show(last)
+        ranks.wait_until_ready(_write)
+        print(f"{plural(ranks.world_size, 'rank')} ready; %%ranks runs a cell on them")
 
     def _run(self, ranks: Ranks, code: str, chosen: Collection[int]) -> None:
         every_s = _PROGRESS_ON_A_TERMINAL_S

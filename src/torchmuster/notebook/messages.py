@@ -8,19 +8,15 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import msgspec
 
-LOOPBACK = "127.0.0.1"
 # Redacted by name in all output; removed from a rank's environment at startup.
 SECRET_VARIABLE = "TORCHMUSTER_NOTEBOOK_SECRET"  # noqa: S105  # a variable's name
 SECRET_BYTES = 32
 LONGEST_MESSAGE = 2**31 - 1
-_MOST_WAITING = 1000  # messages, before the sender blocks
-_LOOK_AGAIN_S = 0.01
 _DELIVER_WITHIN_S = 2.0
 T = TypeVar("T")
 
@@ -53,16 +49,12 @@ class Wrote(Message):
 
 
 class Done(Message):
-    """A cell has finished: its last expression as text, or the traceback.
-
-    ``wrote_to_log``: output that bypassed Python; it arrives through the rank's log.
-    """
+    """A cell has finished: its last expression as text, or the traceback."""
 
     request: int
     value: str = ""
     error: str = ""
     interrupted: bool = False
-    wrote_to_log: bool = False
 
 
 FromRank = Wrote | Done
@@ -99,8 +91,6 @@ class Outbox:
 
     def put(self, message: Message) -> None:
         """Send a message, as soon as those before it are sent."""
-        while self._waiting.qsize() >= _MOST_WAITING and self._thread.is_alive():
-            time.sleep(_LOOK_AGAIN_S)
         self._waiting.put(message)
 
     def close(self) -> None:

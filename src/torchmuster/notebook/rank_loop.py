@@ -17,7 +17,6 @@ import msgspec
 
 from torchmuster.notebook import cell
 from torchmuster.notebook.messages import (
-    LOOPBACK,
     SECRET_VARIABLE,
     Done,
     Hello,
@@ -90,7 +89,6 @@ class RankLoop:
     def _run(self, request: Run) -> Done:
         # Set for each cell: an earlier one may have changed it.
         signal.signal(signal.SIGINT, self._interrupted)
-        logged = _log_bytes()
         self._busy = True
         try:
             done = cell.run_cell(request, self._space)
@@ -102,7 +100,6 @@ class RankLoop:
             for stream in (sys.__stdout__, sys.__stderr__):
                 if stream is not None:
                     stream.flush()
-        done.wrote_to_log = _log_bytes() != logged
         return done
 
     def _interrupted(self, *_: object) -> None:
@@ -110,19 +107,14 @@ class RankLoop:
             raise KeyboardInterrupt
 
 
-def connect(port: int, secret: bytes, hello: Hello) -> Connection:
+def connect(address: str, secret: bytes, hello: Hello) -> Connection:
     """Connect to the notebook that started this rank; both prove that they have the key."""
-    connection: Connection = Client((LOOPBACK, port), authkey=secret)
+    connection: Connection = Client(address, authkey=secret)
     send(connection, hello)
     return connection
 
 
-def _log_bytes() -> int:
-    """Return how much was written without Python: by libraries and child processes."""
-    return os.fstat(1).st_size
-
-
-def main(port: str) -> None:
+def main(address: str) -> None:
     """Run as a rank; the environment has the key."""
     # Not inherited by child processes of cells.
     secret = bytes.fromhex(os.environ.pop(SECRET_VARIABLE))
@@ -132,7 +124,7 @@ def main(port: str) -> None:
         pid=os.getpid(),
         run=os.environ["TORCHELASTIC_RUN_ID"].rpartition(".")[0],
     )
-    with connect(int(port), secret, hello) as connection:
+    with connect(address, secret, hello) as connection:
         RankLoop(connection, hello).serve()
 
 

@@ -35,7 +35,6 @@ from torchmuster.notebook.shown import CellShown
 from torchmuster.runfolder import DEFAULT_ROOT, RunFolder
 
 _LOOK_EVERY_S = 0.1
-_LATE_OUTPUT_S = 1.2
 # Of the launcher's progress, such as how long there was no output; the line below a cell tells more.
 _PROGRESS = "muster: "
 _REASON_WITHIN_S = 10.0
@@ -83,7 +82,7 @@ class Ranks:
         self._texts: list[str] = []  # of the launcher, since the last cell
         secret = new_secret()
         self._listener = RankListener(secret, lambda *rank: self._events.put(Arrived(*rank)))
-        self._launcher = Launcher(flags, self._listener.port, secret, self._events.put)
+        self._launcher = Launcher(flags, self._listener.address, secret, self._events.put)
 
     @property
     def alive(self) -> bool:
@@ -91,13 +90,13 @@ class Ranks:
         return not self._over and self._launcher.alive
 
     def wait_until_ready(self, show: Callable[[str], None]) -> None:
-        """Wait for all ranks, then stop listening; on failure, clean up everything."""
+        """Wait for all ranks, then stop listening; on failure, clean up everything. ``show`` gets the launcher's lines."""
         try:
             while not self.world_size or len(self._connections) < self.world_size:
                 event = self._events.get()
                 self._note(event)
                 if isinstance(event, str):
-                    show("".join(self._texts).rstrip())
+                    show(event)
         except BaseException:
             self.stop()
             raise
@@ -144,7 +143,6 @@ class Ranks:
                     case _:
                         self._show(event, view)
                 view.passing(done)
-            self._show_late_output(done, view)
         self._texts.clear()
         return CellResult(done=done, interrupted=bool(interrupts), stuck=tuple(sorted(running)))
 
@@ -211,15 +209,6 @@ class Ranks:
             why="".join(self._texts).strip(),
             fix="%muster restart  # then rerun the cells that define what you need",
         )
-
-    def _show_late_output(self, done: dict[int, Done], view: CellShown) -> None:
-        """Wait for output through the logs, which arrives shortly after the cell's end."""
-        deadline = time.monotonic() + _LATE_OUTPUT_S
-        is_late = any(result.wrote_to_log for result in done.values())
-        while is_late and time.monotonic() < deadline:
-            event = self._next()
-            self._show(event, view)
-            is_late = not isinstance(event, str) or not event
 
     def _receive(self, rank: int, connection: Connection) -> None:
         message = receive(connection, _MESSAGE)

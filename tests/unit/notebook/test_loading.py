@@ -62,13 +62,14 @@ def test_ranks_that_are_none_are_refused(line: str, what: str) -> None:
     assert refused.value.what == what
 
 
-def test_what_start_asks_for() -> None:
-    options = command_line.magic_parser().parse_args(["start", "--ranks", "2", "--device", "cpu"])
-    assert command_line.run_flags(options) == ["--device", "cpu", "--ranks", "2"]
+def test_start_has_the_flags_of_muster_run() -> None:
+    line = "start --ranks 2 --gpu-ids 0,2"
+    assert command_line.action_and_flags(line) == ("start", ["--ranks", "2", "--gpu-ids", "0,2"])
+    assert command_line.action_and_flags("stop") == ("stop", [])
 
 
-@pytest.mark.parametrize("line", ["start --ranks 0", "begin", ""])
-def test_words_that_are_wrong_are_told_with_what_is_right(line: str) -> None:
+@pytest.mark.parametrize("line", ["begin", "", "stop --ranks 2", "start --hosts=a,b"])
+def test_lines_that_are_wrong_are_refused_with_what_is_right(line: str) -> None:
     with pytest.raises(Impossible) as refused:
-        command_line.magic_parser().parse_args(line.split())
-    assert refused.value.fix.startswith("usage: %muster")
+        command_line.action_and_flags(line)
+    assert refused.value.fix
