@@ -1,6 +1,5 @@
 """The probes on a GPU: which device they ask, how large their tensors are, and when they wait for it."""
 
-import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,7 @@ from torchmuster.diagnose.rank_record import Values
 from torchmuster.launch.probes import process_group
 from torchmuster.plan.probes import real_steps
 from torchmuster.profile.probes import trace
-from torchmuster.prove.probes import fingerprints
-from torchmuster.prove.probes.fingerprints import random_states, tensor_hash, tensors_hash
+from torchmuster.prove.probes.fingerprints import random_states, tensors_hash
 from torchmuster.units import GiB
 
 pytestmark = pytest.mark.engine
@@ -203,22 +201,3 @@ def test_the_random_state_of_a_gpu_in_use_is_part_of_a_fingerprint(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
     assert random_states()["cuda"] == tensors_hash([state])
-
-
-def test_a_large_tensor_is_hashed_on_its_gpu(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[torch.device] = []
-
-    def on_device(flat: torch.Tensor) -> int:
-        hashed.append(flat.device)
-        return 7
-
-    monkeypatch.setattr(fingerprints, "_MOST_COPIED_BYTES", 16)
-    monkeypatch.setattr(fingerprints, "hash_on_device", on_device)
-    small, large = torch.arange(4.0), torch.arange(5.0)
-    with FakeGpu(accelerator, monkeypatch):
-        assert tensor_hash(small.to(GPU)) == tensor_hash(small)
-        assert hashed == []
-        assert tensor_hash(large.to(GPU)) == zlib.crc32((7).to_bytes(8, "little"))
-    assert hashed == [GPU]

@@ -92,7 +92,7 @@ def test_a_killed_and_resumed_training_is_the_same_bit_by_bit(
 ) -> None:
     settings = f"distributed: {{strategy: {strategy}}}\ncheckpoint: {{every: 3}}\n"
     Path("config.yaml").write_text(CONFIG.replace("steps: 8", "steps: 12") + settings)
-    stops = ("--only", "resume", "--stops", "rank-killed", "--steps", "12")
+    stops = ("--only", "resume.rank-killed", "--steps", "12")
     proof = json.loads(
         muster("prove", *stops, "--ranks", "2", "--device", "gpu", "--json", "config.yaml")
     )

@@ -83,7 +83,7 @@ def compare_resumed(baseline: TrialRecord, trial: ResumeTrial, *, exact: bool = 
     digits, which is not a difference. Without ``exact``, the script does not even repeat itself bitwise: only data,
     learning rates and scale are compared.
     """
-    resumed, expected = trial.resumed, trial.newest_step
+    resumed, expected = trial.resumed, trial.stopped.newest_step
     start = resumed_from(baseline, resumed, expected)
     problem = _start_problem(baseline, resumed, start, expected, exact=exact)
     if start is None:

@@ -169,7 +169,7 @@ def _resume(
 def _resumed(
     baseline: TrialRecord, trial: ResumeTrial, stop: PlannedStop, *, exact: bool
 ) -> Verdict:
-    if trial.newest_step >= baseline.steps:
+    if trial.stopped.newest_step >= baseline.steps:
         what = f"the script continued to its last step after {HOW[stop.name]}"
         return Impossible(what, why="no steps are left to compare")
     compared = comparing.compare_resumed(baseline, trial, exact=exact)
@@ -181,7 +181,7 @@ def _resumed(
     elif exact:
         equal = "bitwise equal"
     where = f"stopped after step {stop.after_step} by {HOW[stop.name]}"
-    return f"{where}, resumed from step {trial.newest_step}: {equal}"
+    return f"{where}, resumed from step {trial.stopped.newest_step}: {equal}"
 
 
 def _ranks(proof: Proof, baseline: TrialRecord) -> Iterator[tuple[str, Verdict]]:

@@ -215,11 +215,6 @@ class ResumeTrial:
     stopped: TrialRecord
     resumed: TrialRecord
 
-    @property
-    def newest_step(self) -> int:
-        """The step of the newest complete checkpoint of the stopped run; 0 if there is none."""
-        return self.stopped.newest_step
-
 
 def file_of(into: Path, rank: int) -> Path:
     """Return the file in which a rank records."""

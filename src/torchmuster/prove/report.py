@@ -114,9 +114,9 @@ def _proof_curves(proof: Proof, name: str) -> Iterator[Curve]:
         runs.append(("repeated", proof.repeated, 0))
     for trial in proof.resumed:
         if trial.resumed.steps:
-            start = resumed_from(baseline, trial.resumed, trial.newest_step)
+            start = resumed_from(baseline, trial.resumed, trial.stopped.newest_step)
             if start is None:
-                start = trial.newest_step
+                start = trial.stopped.newest_step
             runs.append((f"resumed: {trial.stop.name}", trial.resumed, start))
     for number, (title, record, begin) in enumerate(runs):
         points = []

@@ -1,6 +1,5 @@
 """Hashes of tensors, batches and random states; equal hashes mean bitwise equal values."""
 
-import gc
 import hashlib
 import marshal
 import random
@@ -12,10 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_MOST_COPIED_BYTES = 2**20  # from a device to the host; more is hashed on the device
-_CHUNK = 2**24
-_MIX, _SPREAD = 0x2545F4914F6CDD1D, 0x9E3779B1
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _DEEPEST = 4  # of a nested batch
 
 
@@ -34,12 +29,7 @@ def tensor_hash(tensor: torch.Tensor, begun: int = 0) -> int:
     tensor = local_tensor(tensor)
     if tensor.layout is not torch.strided:
         return zlib.crc32(repr(tensor.layout).encode(), begun)
-    flat = tensor.contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.device.type != "cpu" and flat.nbytes > _MOST_COPIED_BYTES:
-        return zlib.crc32(hash_on_device(flat).to_bytes(8, "little"), begun)
-    return zlib.crc32(_octets(flat), begun)
+    return zlib.crc32(_octets(tensor), begun)
 
 
 def tensors_hash(tensors: Iterable[torch.Tensor]) -> str:
@@ -50,21 +40,9 @@ def tensors_hash(tensors: Iterable[torch.Tensor]) -> str:
     return f"{total:08x}"
 
 
-def _octets(flat: torch.Tensor) -> Any:
-    """Return the bytes of a contiguous tensor without a copy, if it is on the CPU."""
-    return flat.view(torch.uint8).cpu().numpy()
-
-
-def hash_on_device(flat: torch.Tensor) -> int:
-    """Add up all elements, mixed with their position, in integers, whose sum is exact in any order."""
-    bits = flat.view(_INTEGERS[flat.itemsize])
-    total = 0
-    for begin in range(0, bits.numel(), _CHUNK):
-        chunk = bits[begin : begin + _CHUNK].to(torch.int64)
-        position = torch.arange(begin, begin + chunk.numel(), device=chunk.device)
-        mixed = (chunk + position * _SPREAD) * _MIX
-        total += int((mixed ^ (mixed >> 29)).sum())
-    return total & (2**64 - 1)
+def _octets(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 def random_states() -> dict[str, str]:
@@ -125,7 +103,7 @@ def sample_hashes(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
             values = part[row]
             if mask is not None and values.shape == mask[row].shape:
                 values = values[mask[row]]
-            digest.update(_octets(values.contiguous().reshape(-1)))
+            digest.update(_octets(values))
         hashes.append(digest.hexdigest())
     return hashes
 
@@ -151,40 +129,3 @@ def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
     for tensor in map(local_tensor, tensors):
         parts.append(tensor.float() if tensor.itemsize < 4 else tensor)
     return float(nn.utils.get_total_norm(parts)) ** 2
-
-
-def find_copies(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return objects that hold tensors of the same shapes as the parameters, such as an average of them.
-
-    These are modules, and dictionaries and lists of tensors; the model itself is left out.
-    """
-    shapes = [parameter.shape for parameter in parameters]
-    addresses = {local_tensor(parameter).data_ptr() for parameter in parameters}
-    copies = []
-    for thing in gc.get_objects():
-        tensors = _tensors_of(thing, len(shapes))
-        if not all(isinstance(tensor, torch.Tensor) and not tensor.is_meta for tensor in tensors):
-            continue
-        if not tensors or [tensor.shape for tensor in tensors] != shapes:
-            continue
-        if addresses.isdisjoint(local_tensor(tensor).data_ptr() for tensor in tensors):
-            copies.append(thing)
-    return copies
-
-
-def _tensors_of(thing: Any, count: int) -> list[Any]:
-    """Return what a module, a dictionary or a list holds, if it is so many things."""
-    kind = type(thing)
-    tensors: list[Any] = []
-    if kind is dict and len(thing) == count:
-        tensors = list(thing.values())
-    elif kind is list and len(thing) == count:
-        tensors = thing
-    elif issubclass(kind, nn.Module):
-        tensors = list(thing.parameters())
-    return tensors
-
-
-def copy_hash(copy: Any, count: int) -> str:
-    """Return a hash of a copy of the weights that ``find_copies`` found; it has ``count`` parameters."""
-    return tensors_hash(_tensors_of(copy, count))

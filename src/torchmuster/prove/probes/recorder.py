@@ -6,13 +6,10 @@ script does after ``optimizer.step()``: the schedule, an average of the weights,
 
 import gc
 import inspect
-import json
-import math
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,12 +28,13 @@ from torchmuster.prove.probes import fingerprints
 from torchmuster.prove.probes.loaders import LoaderWatch
 from torchmuster.prove.probes.replacing import replace
 from torchmuster.prove.probes.stopping import Stopper
+from torchmuster.prove.probes.trained import Trained, finite_or_large, optimizer_settings
+from torchmuster.prove.probes.weight_copies import WeightCopies
 from torchmuster.prove.records import (
     EventKind,
     EventRecord,
     Line,
     MicroBatch,
-    ParametersRecord,
     StepRecord,
     TrialRequest,
     file_of,
@@ -48,8 +45,6 @@ _LOOKS_FOR_COPIES_AFTER = (1, 2)  # steps: a script may create its average in th
 _MOST_KEYS = 30
 _STEPS_AFTER_A_SAVE = 6  # so that a resumed run has steps to compare
 _WAITS_FOR_A_SAVE_S = 60.0
-_NOT_SETTINGS = ("lr", "params", "initial_lr")
-_DEPENDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # on the other samples of a rank
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 
 
@@ -68,13 +63,8 @@ class ProofRecorder:
         self._written = 0  # steps
         self._step: StepRecord | None = None  # from its first forward until the next step begins
         self._stepped = False  # an optimizer has made it
-        # The objects of the script.
-        self._created: list[weakref.ref[Optimizer]] = []
-        self._optimizers: list[Optimizer] = []
-        self._parameters: list[torch.Tensor] = []
-        self._sharded: list[bool] = []
-        self._models: dict[nn.Module, nn.Module] = {}  # outermost -> without DDP
-        self._copies: list[Any] = []
+        self._trained = Trained()
+        self._copies = WeightCopies()
         self._scalers: list[torch.amp.GradScaler] = []
         self._keys: list[str] = []  # of the checkpoint that is saved
         self._inside = self._in_backward = False
@@ -145,13 +135,9 @@ class ProofRecorder:
             self._buffers_of = None
 
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if module not in self._models:
-            if not any(parameter.requires_grad for parameter in module.parameters()):
-                return
-            self._models[module] = _without_ddp(module)
-        inner = self._models[module]
-        if not (inner.training and torch.is_grad_enabled()):  # Lightning leaves DDP in eval mode
-            return
+        inner = self._trained.model_in(module)
+        if inner is None or not inner.training or not torch.is_grad_enabled():
+            return  # Lightning leaves DDP in eval mode
         tensors = list(fingerprints.data_tensors(inputs))
         if not tensors:
             return  # a part of the model that gets the output of another part
@@ -187,7 +173,7 @@ class ProofRecorder:
         is_loss = isinstance(tensors, torch.Tensor) and tensors.numel() == 1
         if is_loss and self._step is not None and not self._stepped:
             last = self._step.micro_batches[-1]
-            last.loss = _finite_or_large(float(tensors.detach()) + (last.loss or 0.0))
+            last.loss = finite_or_large(float(tensors.detach()) + (last.loss or 0.0))
         self._in_backward = True
         try:
             usual(tensors, *arguments, **named)
@@ -200,7 +186,7 @@ class ProofRecorder:
         if hasattr(norm, "full_tensor"):
             whole = norm.full_tensor()
         if self._step is not None and not self._stepped:
-            self._step.unclipped_norm = _finite_or_large(float(whole))
+            self._step.unclipped_norm = finite_or_large(float(whole))
         return norm
 
     # ---- the last step
@@ -235,9 +221,8 @@ class ProofRecorder:
     # ---- the optimizer
 
     def _create(self, usual: Any, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
-        """Remember all optimizers, so that the first step knows the parameters of each of them."""
         usual(optimizer, *arguments, **named)
-        self._created.append(weakref.ref(optimizer))
+        self._trained.remember(optimizer)
 
     def _before_step(
         self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -260,65 +245,23 @@ class ProofRecorder:
         step = self._step
         if step is None or not self._is_mine():
             return  # DCP creates the state of an optimizer by a step without a forward
-        if not self._optimizers:
-            created = [reference() for reference in self._created]
-            self._know([made for made in created if made is not None])
+        parameters = self._trained.add(optimizer)
+        if parameters is not None:
+            self._write(parameters)
             self._scalers = _grad_scalers()
-        if optimizer not in self._optimizers:
-            self._know([optimizer])
         # Only before the first closure of LBFGS, which changes the weights itself.
         if self._written == 0 and step.weights_before is None:
-            step.weights_before = self._weights()
-            step.state_before = fingerprints.optimizer_state(self._optimizers)
-        whole: list[torch.Tensor] = []
-        parts: list[torch.Tensor] = []
-        for parameter, is_part in zip(self._parameters, self._sharded, strict=True):
-            if parameter.grad is not None:
-                group = parts if is_part else whole
-                group.append(parameter.grad)
-        step.gradients = fingerprints.tensors_hash([*whole, *parts])
-        step.replicated_square = _finite_or_large(fingerprints.squared_norm(whole))
-        step.sharded_square = _finite_or_large(fingerprints.squared_norm(parts))
+            step.weights_before = self._trained.weights()
+            step.state_before = self._trained.state()
+        self._trained.record_gradients(step)
         scales = [scaler.get_scale() for scaler in self._scalers if scaler.is_enabled()]
         step.scale = next(iter(scales), None)
-
-    def _know(self, optimizers: list[Optimizer]) -> None:
-        """Add the parameters of optimizers, with their names."""
-        self._optimizers += optimizers
-        names: dict[torch.Tensor, str] = {}
-        layers: set[str] = set()
-        flat: set[torch.Tensor] = set()
-        for outermost, inner in self._models.items():
-            names |= {parameter: name for name, parameter in inner.named_parameters()}
-            flat |= _flattened(outermost)
-            for part in inner.modules():
-                if isinstance(part, _DEPENDS):
-                    layers.add(type(part).__name__)
-        known = set(self._parameters)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter not in known:
-                        known.add(parameter)
-                        self._parameters.append(parameter)
-                        self._sharded.append(parameter in flat or _is_sharded(parameter))
-        self._write(
-            ParametersRecord(
-                names=[names.get(parameter, "?") for parameter in self._parameters],
-                sharded=self._sharded,
-                dtype=str(self._parameters[0].dtype).removeprefix("torch."),
-                layers=sorted(layers),
-            )
-        )
-
-    def _weights(self) -> list[str]:
-        return [fingerprints.tensors_hash([parameter]) for parameter in self._parameters]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Add the settings of this optimizer; another one may follow in the same step."""
         if self._step is None or not self._is_mine():
             return
-        rates, settings = _optimizer_settings(optimizer)
+        rates, settings = optimizer_settings(optimizer)
         self._step.learning_rates += rates
         self._step.settings += settings
         self._stepped = True
@@ -329,22 +272,12 @@ class ProofRecorder:
         record, self._step, self._stepped = self._step, None, False
         assert record is not None
         self._written += 1
-        model = self._model_parameters()
-        if self._written in _LOOKS_FOR_COPIES_AFTER:
-            self._copies = fingerprints.find_copies(model)
-        record.weights = self._weights()
-        record.weights_norm = _finite_or_large(fingerprints.squared_norm(self._parameters) ** 0.5)
-        record.state = fingerprints.optimizer_state(self._optimizers)
-        record.copies = [fingerprints.copy_hash(copy, len(model)) for copy in self._copies]
+        record.weights = self._trained.weights()
+        record.weights_norm = self._trained.weights_norm()
+        record.state = self._trained.state()
+        search = self._written in _LOOKS_FOR_COPIES_AFTER
+        record.copies = self._copies.hashes(self._trained.model_parameters(), search=search)
         self._write(record)
-
-    def _model_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters of the model that has most of the trained ones."""
-        trained = set(self._parameters)
-        models: list[list[torch.Tensor]] = [
-            list(inner.parameters()) for inner in self._models.values()
-        ]
-        return max(models, key=lambda parameters: len(trained.intersection(parameters)))
 
     # ---- checkpoints
 
@@ -370,45 +303,9 @@ class ProofRecorder:
         replace(torch, "save", save)
 
 
-def _without_ddp(module: nn.Module) -> nn.Module:
-    for part in module.modules():
-        if isinstance(part, DistributedDataParallel):
-            inner: nn.Module = part.module
-            return inner
-    return module
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Return whether a rank holds only a part of a parameter, if it is a DTensor."""
-    placements = getattr(parameter, "placements", ())
-    return not all(placement.is_replicate() for placement in placements)
-
-
-def _flattened(module: nn.Module) -> set[torch.Tensor]:
-    """Return the parameters of FSDP1, which are parts of flat tensors."""
-    parameters: set[torch.Tensor] = set()
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for part in module.modules():
-            if isinstance(part, fsdp.FullyShardedDataParallel):
-                parameters.update(part.parameters())
-    return parameters
-
-
 def _grad_scalers() -> list[torch.amp.GradScaler]:
     scaler = torch.amp.GradScaler
     return [thing for thing in gc.get_objects() if issubclass(type(thing), scaler)]
-
-
-def _optimizer_settings(optimizer: Optimizer) -> tuple[list[float], str]:
-    """Return the learning rates of the groups, and all other numbers of them as text."""
-    rates, settings = [], []
-    for group in optimizer.param_groups:
-        rates.append(float(group.get("lr", 0.0)))
-        for name, value in group.items():
-            if name not in _NOT_SETTINGS and isinstance(value, int | float | tuple | list):
-                settings.append((name, value))
-    return rates, json.dumps(settings, default=str)
 
 
 def _has_no_gradients(model: nn.Module) -> bool:
@@ -416,10 +313,6 @@ def _has_no_gradients(model: nn.Module) -> bool:
         if parameter.grad is not None and fingerprints.local_tensor(parameter.grad).any():
             return False
     return True
-
-
-def _finite_or_large(number: float) -> float:
-    return number if math.isfinite(number) else 1e308
 
 
 def switch_dropout_off() -> None:
