@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchmuster.diagnose.check import Check, Surroundings
-from torchmuster.finding import Finding, Status
+from torchmuster.diagnose.check import Surroundings
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 CGROUP = "sys/fs/cgroup/pod"
@@ -32,24 +31,3 @@ def made_up_machine(
         folder=root,
         outputs=outputs or {},
     )
-
-
-def found(check: Check, machine: Surroundings) -> dict[str, Finding]:
-    """Run a check; return its findings by name, each of which must be there once."""
-    findings = list(check.run(machine))
-    by_name = {one.name: one for one in findings}
-    assert len(by_name) == len(findings)
-    return by_name
-
-
-def only(check: Check, machine: Surroundings) -> Finding:
-    """Run a check that must have one thing to say."""
-    (finding,) = check.run(machine)
-    return finding
-
-
-def all_well(check: Check, machine: Surroundings) -> str:
-    """Run a check that must find nothing wrong; return what it saw."""
-    finding = only(check, machine)
-    assert (finding.name, finding.status) == (check.name, Status.OK)
-    return finding.what

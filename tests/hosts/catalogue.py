@@ -302,14 +302,6 @@ NAMES_AND_CLOCKS = [
         fix="/etc/hosts",
     ),
     Catalogued(
-        name="localhost resolves to another address",
-        faults=[NameLeadsTo(host="node2", name="localhost", address="10.77.0.99")],
-        finding="localhost-wrong",
-        says=["node2", "10.77.0.99"],
-        fix="127.0.0.1 localhost",
-        mended_by=Command(host="node2", line="127.0.0.1 localhost"),
-    ),
-    Catalogued(
         name="a name server that does not answer",
         faults=[SilentNameServer(host="node2")],
         finding="reverse-lookup-slow",
@@ -384,13 +376,6 @@ WITHIN = [
         fix="ulimit -n",
     ),
     Catalogued(
-        name="a low limit of file sizes",
-        faults=[Limit(host="node2", name="RLIMIT_FSIZE", most=100 * MIB)],
-        finding="file-size-limited",
-        says=["node2", "100 MiB"],
-        fix="ulimit -f",
-    ),
-    Catalogued(
         name="a cgroup with little memory",
         faults=[
             ControlGroup(
@@ -402,13 +387,6 @@ WITHIN = [
         finding="memory-limit",
         says=["node2", "700 MiB"],
         fix="--mem",
-    ),
-    Catalogued(
-        name="a cgroup with few processes",
-        faults=[ControlGroup(host="node2", controller="pids", settings={"pids.max": "70"})],
-        finding="pids-few",
-        says=["node2", "70"],
-        fix="pids-limit",
     ),
     Catalogued(
         name="a quota of half a core",
@@ -431,21 +409,14 @@ WITHIN = [
         faults=[SmallFileSystem(host="node2", path="work", size_bytes=MIB, used_bytes=MIB - 4096)],
         finding="run-folder-full",
         says=["node2", "full"],
-        fix="du ",
+        fix="--runs",
     ),
     Catalogued(
         name="the disk for runs is read-only",
         faults=[SmallFileSystem(host="node2", path="work", size_bytes=64 * MIB, read_only=True)],
-        finding="run-folder-read-only",
+        finding="run-folder-not-writable",
         says=["node2", "cannot write to"],
         fix="",
-    ),
-    Catalogued(
-        name="a temporary folder that cannot be written",
-        faults=[Variables(host="node2", values={"TMPDIR": "/proc"})],
-        finding="temporary-folder-not-writable",
-        says=["node2", "/proc"],
-        fix="TMPDIR",
     ),
     Catalogued(
         name="more threads than cores in every rank",
@@ -453,13 +424,6 @@ WITHIN = [
         finding="too-many-threads",
         says=["node2", "OMP_NUM_THREADS"],
         fix="unset OMP_NUM_THREADS",
-    ),
-    Catalogued(
-        name="RANK and WORLD_SIZE are left over in the shell",
-        faults=[Variables(host="node2", values={"RANK": "3", "WORLD_SIZE": "8"})],
-        finding="left-over-variables",
-        says=["node2", "RANK"],
-        fix="unset",
     ),
     Catalogued(
         name="WSL 2 with NAT networking",

@@ -35,7 +35,7 @@ if sys.argv[2:] == ["nobody"]:  # only now: the folders of Python may be root's
     os.setgid(65534)
     os.setuid(65534)
 examined = run_checks(Surroundings(), checks)
-print(json.dumps([one.as_json() for each in examined for one in each.findings]))
+print(json.dumps([one.as_json() for one in examined]))
 """
 SUBJECTS = (
     "shared_memory,memory,processors,limits,storage,names,network_interfaces,firewall,ports,"

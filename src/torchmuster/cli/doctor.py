@@ -60,9 +60,7 @@ def _examine(options: DoctorOptions) -> ExitCode:
     from torchmuster.diagnose.machine import all_checks
 
     began_s = time.monotonic()
-    findings: list[Finding] = []
-    for result in run_checks(Surroundings(), all_checks.load()):
-        findings += result.findings
+    findings = run_checks(Surroundings(), all_checks.load())
     seconds = time.monotonic() - began_s
     if options.json:
         output.print_json(

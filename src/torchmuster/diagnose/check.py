@@ -9,9 +9,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,43 +22,41 @@ from torchmuster.finding import Finding
 LOOK_WITHIN_S = 20.0
 
 
-class DevicesSilent(Exception):
-    """The drivers of the accelerators do not respond; other checks continue without them."""
-
-    def __init__(self, within_s: float = LOOK_WITHIN_S) -> None:
-        super().__init__(f"the accelerators' drivers did not respond within {within_s:g} s")
-
-
 def _package_folders() -> tuple[Path, ...]:
     """Return Python's search path for packages, without the working folder."""
     here = Path.cwd()
     return tuple(Path(item) for item in sys.path if item and Path(item) != here)
 
 
-def once(take: Callable[[], Node], *, within_s: float = LOOK_WITHIN_S) -> Callable[[], Node]:
-    """Return a function that takes one device snapshot and shares it among all checks.
+class DevicesSilent(Exception):
+    """The drivers of the accelerators do not respond; other checks continue without them."""
 
-    It raises ``DevicesSilent`` in all of them after the timeout.
-    """
-    lock, begun_s, taken = threading.Lock(), list[float](), Future[Node]()
 
-    def work() -> None:
+class SharedSnapshot:
+    """One device snapshot that all checks share; it is taken in the background, on first use."""
+
+    def __init__(self, take: Callable[[], Node], *, within_s: float = LOOK_WITHIN_S) -> None:
+        self._take = take
+        self._within_s = within_s
+        self._begin = threading.Lock()
+        self._node: Future[Node] | None = None
+
+    def __call__(self) -> Node:
+        """Return the snapshot; raise ``DevicesSilent`` if the drivers take too long."""
+        with self._begin:
+            if self._node is None:
+                self._node = Future()
+                threading.Thread(target=self._work, args=(self._node,), daemon=True).start()
         try:
-            taken.set_result(take())
+            return self._node.result(timeout=self._within_s)
+        except TimeoutError as error:
+            raise DevicesSilent from error
+
+    def _work(self, node: "Future[Node]") -> None:
+        try:
+            node.set_result(self._take())
         except Exception as error:
-            taken.set_exception(error)
-
-    def look() -> Node:
-        with lock:
-            if not begun_s:
-                begun_s.append(time.monotonic())
-                threading.Thread(target=work, name="look at the devices", daemon=True).start()
-        wait([taken], timeout=max(0.0, begun_s[0] + within_s - time.monotonic()))
-        if not taken.done():
-            raise DevicesSilent(within_s)
-        return taken.result()
-
-    return look
+            node.set_exception(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ class Surroundings:
     folder: Path = field(default_factory=Path.cwd)  # the folder for runs
     outputs: Mapping[str, str] | None = None
     package_folders: tuple[Path, ...] = field(default_factory=_package_folders)
-    look: Callable[[], Node] = field(default_factory=lambda: once(snapshot.take_snapshot))
+    look: Callable[[], Node] = field(default_factory=lambda: SharedSnapshot(snapshot.take_snapshot))
 
     def path(self, usual: str) -> Path:
         """Return the path of a file of the host: ``/proc/meminfo`` below the root."""
@@ -115,7 +112,7 @@ class Surroundings:
 class Check:
     """One question about a host. ``run`` yields the findings.
 
-    If nothing is wrong, it yields one finding with status OK and a short summary. ``systems`` are
+    If nothing is wrong, it yields nothing, or one finding with status OK. ``systems`` are
     values of ``sys.platform``; empty means all. A check that does not finish within ``deadline_s``
     is abandoned and reported (see ``host_checks.py``).
     """

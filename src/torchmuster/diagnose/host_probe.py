@@ -42,8 +42,8 @@ def _run_checks(runs: Path) -> list[dict[str, Any]]:
     from torchmuster.diagnose.host_checks import run_checks
     from torchmuster.diagnose.machine import all_checks
 
-    results = run_checks(Surroundings(folder=runs), all_checks.load())
-    return [finding.as_json() for result in results for finding in result.findings]
+    findings = run_checks(Surroundings(folder=runs), all_checks.load())
+    return [finding.as_json() for finding in findings]
 
 
 async def reply_to(line: bytes) -> dict[str, Any]:

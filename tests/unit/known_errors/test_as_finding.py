@@ -80,7 +80,7 @@ def test_silence_leads_on_to_a_check(snapshot: SnapshotAssertion) -> None:
     [
         (
             "socket.gaierror: [Errno -3] Temporary failure in name resolution",
-            "muster doctor ",
+            "muster doctor",
         ),
         ("ifa != nullptr. Unable to find address for: ens5", "muster check --hosts A,B"),
         ("DistNetworkError: Connection reset by peer", "muster check --hosts A,B"),

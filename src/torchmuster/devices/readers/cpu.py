@@ -7,7 +7,7 @@ a part. Limits apply at every level up to the root, so the lowest one counts.
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -60,9 +60,7 @@ def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = 
     """Return the CPU, with the part of the host's memory that this process may use."""
     total = used = None
     with suppress(OSError, ValueError, psutil.Error):
-        memory = psutil.virtual_memory()
-        machine = MemoryRoom(total_bytes=int(memory.total), free_bytes=int(memory.available))
-        room = usable_memory(machine, proc_root, sys_root)
+        room = usable_memory(host_memory(), proc_root, sys_root)
         total, used = room.total_bytes, room.total_bytes - room.free_bytes
     return Device(
         kind=DeviceKind.CPU,
@@ -74,16 +72,10 @@ def read_cpu(proc_root: Path = PROC, sys_root: Path = SYS, system: str | None = 
     )
 
 
-def usable_cores(
-    proc_root: Path = PROC,
-    sys_root: Path = SYS,
-    *,
-    machine_cores: int | None = None,
-    allowed_cores: Callable[[], int] | None = None,
-) -> CpuLimit:
+def usable_cores(proc_root: Path = PROC, sys_root: Path = SYS) -> CpuLimit:
     """Return how many cores this process may use, and what limits them."""
-    machine = machine_cores or os.cpu_count() or 1
-    allowed = max(1, min((allowed_cores or _affinity)(), machine))
+    machine = os.cpu_count() or 1
+    allowed = min(_affinity(), machine)
     quota = min(_quotas(proc_root, sys_root), key=lambda quota: quota.cores, default=None)
     if quota is not None:
         granted = max(1, math.ceil(quota.cores))
@@ -121,6 +113,12 @@ class MemoryRoom:
     total_bytes: int
     free_bytes: int
     limited_by: Path | None = None
+
+
+def host_memory() -> MemoryRoom:
+    """Return the memory of the host."""
+    memory = psutil.virtual_memory()
+    return MemoryRoom(total_bytes=int(memory.total), free_bytes=int(memory.available))
 
 
 def usable_memory(machine: MemoryRoom, proc_root: Path = PROC, sys_root: Path = SYS) -> MemoryRoom:

@@ -1,4 +1,4 @@
-"""Read the health of GPUs from NVML: links, modes and row remapping. No choice depends on it.
+"""Read the health of GPUs from NVML: links and row remapping. No choice depends on it.
 
 Separate from ``nvml.py``, so that a snapshot of who uses what stays fast.
 """
@@ -28,13 +28,8 @@ class NvmlHealth:
     """The state of one GPU; ``nvlinks`` says for each of its NVLinks whether it is up."""
 
     uuid: str
-    persistent: bool | None = None
-    exclusive: bool = False
-    performance_state: int | None = None
     pcie_width: int | None = None
     pcie_max_width: int | None = None
-    pcie_generation: int | None = None
-    pcie_max_generation: int | None = None
     nvlinks: tuple[bool, ...] = ()
     rows_to_remap: bool = False
     rows_not_remappable: bool = False
@@ -60,20 +55,12 @@ def read_nvml_health() -> dict[str, NvmlHealth]:
 
 
 def _read_one(handle: Any, uuid: str) -> NvmlHealth:
-    mode = measure_nvml(pynvml.nvmlDeviceGetComputeMode, handle)
     # corrected, uncorrected, waiting for a reset, and whether spare rows have run out
     rows = measure_nvml(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    persistent = measure_nvml(pynvml.nvmlDeviceGetPersistenceMode, handle)
     return NvmlHealth(
         uuid=uuid,
-        persistent=None if persistent is None else bool(persistent),
-        exclusive=mode
-        in (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD),
-        performance_state=measure_nvml(pynvml.nvmlDeviceGetPerformanceState, handle),
         pcie_width=measure_nvml(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         pcie_max_width=measure_nvml(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        pcie_generation=measure_nvml(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_max_generation=measure_nvml(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         nvlinks=_nvlinks(handle),
         rows_to_remap=bool(rows[2]),
         rows_not_remappable=bool(rows[3]),

@@ -13,28 +13,25 @@ from torchmuster.finding import Finding, Status
 
 # GPU modules that are always connected by NVLink; PCIe GPUs need a bridge for it.
 _ALWAYS_LINKED = re.compile(r"SXM|HBM3|B200|B300")
-_BUSY_PERCENT = 20
+# What the driver asks for, and the command.
 _RECOVERY = {
-    Recovery.GPU_RESET: "a reset of the GPU",
-    Recovery.NODE_REBOOT: "a reboot of the host",
-    Recovery.DRAIN_P2P: "an end of all programs that use its NVLinks",
-    Recovery.DRAIN_AND_RESET: "an end of its programs and a reset",
-}
-_RESET = "sudo nvidia-smi -r -i {index}  # when nothing runs on it"
-_RECOVERY_FIX = {
-    Recovery.GPU_RESET: _RESET,
-    Recovery.NODE_REBOOT: "sudo reboot",
-    Recovery.DRAIN_P2P: "nvidia-smi -i {index}  # shows its programs: end them",
-    Recovery.DRAIN_AND_RESET: _RESET,
+    Recovery.GPU_RESET: ("a reset of the GPU", "sudo nvidia-smi -r -i {index}"),
+    Recovery.NODE_REBOOT: ("a reboot of the host", "sudo reboot"),
+    Recovery.DRAIN_P2P: (
+        "an end of all programs that use its NVLinks",
+        "nvidia-smi -i {index}  # shows its programs: end them",
+    ),
+    Recovery.DRAIN_AND_RESET: (
+        "an end of its programs and a reset",
+        "sudo nvidia-smi -r -i {index}  # when nothing runs on it",
+    ),
 }
 
 
 def _state(surroundings: Surroundings) -> Iterator[Finding]:
     node = surroundings.look()
     found = [*node.findings, *_prohibited(node), *_slowed(node)]
-    yield from found
-    if all(finding.status is Status.NOTE for finding in found):
-        yield Finding(name="accelerators", status=Status.OK, what=words(node))
+    yield from found or [Finding(name="accelerators", status=Status.OK, what=words(node))]
 
 
 def words(node: Node) -> str:
@@ -75,69 +72,30 @@ def _slowed(node: Node) -> Iterator[Finding]:
 
 
 def _health(surroundings: Surroundings) -> Iterator[Finding]:
-    node = surroundings.look()
-    gpus = [
-        device
-        for device in node.accelerators
-        if device.kind is DeviceKind.CUDA and device.mig_index is None
-    ]
-    if not gpus:
-        return
-    health = nvml_health.read_nvml_health()
-    found = [
-        *(finding for gpu in gpus if gpu.uuid in health for finding in _one(gpu, health[gpu.uuid])),
-        *_nvlinks([gpu for gpu in gpus if not gpu.mig_enabled], health),
-    ]
-    yield from found
-    if all(finding.status is Status.NOTE for finding in found):
-        lanes = max((sum(device.nvlinks) for device in health.values()), default=0)
-        joined = f"{lanes} NVLinks up per GPU" if lanes else "no NVLink"
-        yield Finding(name="accelerator-links", status=Status.OK, what=joined)
+    gpus = []
+    for device in surroundings.look().accelerators:
+        if device.kind is DeviceKind.CUDA and device.mig_index is None:
+            gpus.append(device)
+    health = nvml_health.read_nvml_health() if gpus else {}
+    for gpu in gpus:
+        if gpu.uuid in health:
+            yield from _one(gpu, health[gpu.uuid])
+    yield from _nvlinks([gpu for gpu in gpus if not gpu.mig_enabled], health)
 
 
 def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
-    if health.rows_not_remappable or health.rows_to_remap:
-        failed = health.rows_not_remappable
-        yield Finding(
-            name="gpu-memory-failing" if failed else "gpu-memory-repair-pending",
-            status=Status.FAILURE if failed else Status.WARNING,
-            what=f"{device.label} has bad memory"
-            + (" and no spare rows left" if failed else " that is repaired at the next reset"),
-            why="data stored there may be wrong, or the driver may kill the program that reads it",
-            fix="replace the GPU"
-            if failed
-            else f"sudo nvidia-smi -r -i {device.index}  # when nothing runs on it",
-            evidence=f"nvidia-smi -q -d ROW_REMAPPER -i {device.index}",
-        )
+    label, index = device.label, device.index
+    if health.rows_not_remappable:
+        yield finding("gpu-memory-failing", label=label, index=index)
+    elif health.rows_to_remap:
+        yield finding("gpu-memory-repair-pending", label=label, index=index)
     if health.recovery is not Recovery.NONE:
-        yield finding(
-            "gpu-needs-recovery",
-            label=device.label,
-            recovery=_RECOVERY[health.recovery],
-            fix=_RECOVERY_FIX[health.recovery].format(index=device.index),
-            index=device.index,
-        )
-    yield from _pcie(device, health)
-
-
-def _pcie(device: Device, health: NvmlHealth) -> Iterator[Finding]:
-    """Yield a PCIe link below its maximum width or speed, unless the GPU may be saving power."""
+        wanted, fix = _RECOVERY[health.recovery]
+        fix = fix.format(index=index)
+        yield finding("gpu-needs-recovery", label=label, index=index, recovery=wanted, fix=fix)
     width, widest = health.pcie_width, health.pcie_max_width
-    speed, fastest = health.pcie_generation, health.pcie_max_generation
-    awake = health.performance_state == 0
-    busy = awake and (device.utilization_percent or 0) >= _BUSY_PERCENT
-    narrow = awake and width is not None and widest is not None and width < widest
-    slow = busy and speed is not None and fastest is not None and speed < fastest
-    if narrow or slow:
-        yield finding(
-            "pcie-degraded",
-            label=device.label,
-            speed=speed,
-            width=width,
-            fastest=fastest,
-            widest=widest,
-            index=device.index,
-        )
+    if width is not None and widest is not None and width < widest:
+        yield finding("pcie-degraded", label=label, index=index, width=width, widest=widest)
 
 
 def _nvlinks(gpus: Sequence[Device], health: Mapping[str, NvmlHealth]) -> Iterator[Finding]:

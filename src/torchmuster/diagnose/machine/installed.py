@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -36,33 +37,15 @@ def build_of_label(version: str) -> str:
     return match[0] if match else ""
 
 
-def copies(name: str, surroundings: Surroundings) -> list[Path]:
-    """Return the places a module can be imported from, in search order."""
-    places = []
-    for folder in dict.fromkeys(surroundings.package_folders):
-        place = importable(name, folder)
-        if place is not None:
-            places.append(place)
-    return places
-
-
-def importable(name: str, folder: Path) -> Path | None:
-    """Return what ``import name`` would load from a folder: a package or a file."""
-    if (folder / name / "__init__.py").is_file():
-        return folder / name
-    file = folder / f"{name}.py"
-    return file if file.is_file() else None
-
-
-def torch_folder(surroundings: Surroundings) -> Path | None:
-    """Return the folder of the torch that would be imported; None if there is none."""
-    places = copies("torch", surroundings)
-    if places:
-        return places[0]
-    if surroundings.package_folders != Surroundings().package_folders:
-        return None
-    try:
+def torch_path(surroundings: Surroundings) -> Path | None:
+    """Return the folder or the file that ``import torch`` would load in a script; None if there is none."""
+    beside_script = surroundings.folder / "torch.py"
+    if beside_script.is_file():
+        return beside_script
+    spec = PathFinder.find_spec("torch", [str(folder) for folder in surroundings.package_folders])
+    if spec is None and surroundings.package_folders == Surroundings().package_folders:
         spec = importlib.util.find_spec("torch")  # an editable installation
-    except (ImportError, ValueError):
+    if spec is None or spec.origin is None:
         return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    path = Path(spec.origin)
+    return path.parent if path.name == "__init__.py" else path

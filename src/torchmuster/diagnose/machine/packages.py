@@ -1,4 +1,4 @@
-"""Packages that must fit to torch: compiled extensions, CUDA libraries and NumPy."""
+"""Packages that must fit to torch: compiled extensions and NumPy."""
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution
@@ -7,7 +7,6 @@ from packaging.requirements import Requirement
 
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.machine.installed import build_of_label, find_package, release
-from torchmuster.diagnose.machine.torch_build import read_build
 from torchmuster.diagnose.texts import finding
 from torchmuster.finding import Finding, Status
 
@@ -28,30 +27,14 @@ _Packages = Mapping[str, Distribution]
 
 def check_packages(surroundings: Surroundings) -> Iterator[Finding]:
     """Compare the versions of the installed packages."""
-    packages = _read_packages(surroundings)
-    pip = f"{surroundings.python} -m pip"
-    findings = [
-        *_companions(packages, pip),
-        *_cuda_libraries(packages, pip),
-        *_numpy(packages, pip),
-    ]
-    shown = [name for name in ("numpy", *_COMPANIONS) if name in packages]
-    seen = ", ".join(f"{name} {packages[name].version}" for name in shown) or "none installed"
-    yield from findings or [Finding(name="packages", status=Status.OK, what=seen)]
-
-
-def _read_packages(surroundings: Surroundings) -> dict[str, Distribution]:
-    """Return the installed ones of the packages that matter here, by name."""
-    names = {"numpy", *_COMPANIONS, *_FIRST_FOR_NUMPY_2}
-    torch = find_package("torch", surroundings)
-    if torch is not None:
-        names |= _pins(torch).keys()
     packages = {}
-    for name in sorted(names):
+    for name in {"torch", "numpy", *_COMPANIONS, *_FIRST_FOR_NUMPY_2}:
         package = find_package(name, surroundings)
         if package is not None:
             packages[name] = package
-    return packages
+    pip = f"{surroundings.python} -m pip"
+    yield from _companions(packages, pip)
+    yield from _numpy(packages, pip)
 
 
 def _pins(package: Distribution) -> dict[str, str]:
@@ -96,28 +79,6 @@ def _companions(packages: _Packages, pip: str) -> Iterator[Finding]:
         )
 
 
-def _cuda_libraries(packages: _Packages, pip: str) -> Iterator[Finding]:
-    """Compare the CUDA libraries that this torch requires with the installed ones."""
-    torch = packages.get("torch")
-    pins = _pins(torch) if torch is not None else {}
-    for name, pin in pins.items():
-        package = packages.get(name)
-        fix = f"{pip} install {name}=={pin}"
-        if not name.startswith("nvidia-"):
-            continue
-        if package is None:
-            yield finding("cuda-libraries-missing", subject=name, fix=fix)
-        elif package.version != pin:
-            yield finding(
-                "cuda-library-version",
-                status=Status.NOTE if name.startswith("nvidia-nccl") else Status.WARNING,
-                subject=name,
-                version=package.version,
-                pin=pin,
-                fix=fix,
-            )
-
-
 def _numpy(packages: _Packages, pip: str) -> Iterator[Finding]:
     numpy = packages.get("numpy")
     if numpy is None or release(numpy.version) < (2,):
@@ -138,26 +99,10 @@ def _numpy(packages: _Packages, pip: str) -> Iterator[Finding]:
         )
 
 
-def check_libuv(surroundings: Surroundings) -> Iterator[Finding]:
-    """Report a torch for Windows whose store cannot start with torchrun's defaults."""
-    build = read_build(surroundings)
-    if build is None or surroundings.environment.get("USE_LIBUV") == "0":
-        return
-    library = build.folder / "lib" / "uv.dll"
-    if not library.exists():
-        yield finding("torch-without-libuv", version=build.version, library=library)
-
-
 CHECKS = (
     Check(
         name="packages",
-        asks="Do the CUDA libraries, NumPy and packages with compiled code match this torch?",
+        asks="Do NumPy and packages with compiled code match this torch?",
         run=check_packages,
-    ),
-    Check(
-        name="libuv",
-        asks="Can torch's store start on Windows?",
-        run=check_libuv,
-        systems=("win32",),
     ),
 )

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from torchmuster.diagnose.check import Check, Surroundings
 from torchmuster.diagnose.texts import finding
@@ -20,42 +21,20 @@ sudo mount -o remount,size=90% /dev/shm  # outside containers"""
 
 def check_shared_memory(surroundings: Surroundings) -> Iterator[Finding]:
     """Check the size and free space of /dev/shm."""
-    try:
-        room = os.statvfs(surroundings.path(FOLDER))
-    except OSError:
-        yield _missing()
-        return
+    room = os.statvfs(surroundings.path(FOLDER))
     total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
-    seen = f"{format_bytes(total)} at {FOLDER}, {format_bytes(free)} of it free"
-    findings = list(_findings(total, free, seen))
-    if not findings:
-        findings.append(Finding(name="shared-memory", status=Status.OK, what=seen))
-    yield from findings
-
-
-def _findings(total: int, free: int, seen: str) -> Iterator[Finding]:
+    texts: dict[str, Any] = {
+        "folder": FOLDER,
+        "total": format_bytes(total),
+        "free": format_bytes(free),
+    }
     small = total <= _CONTAINER_DEFAULT_BYTES
     if small:
-        yield finding(
-            "shared-memory-small",
-            folder=FOLDER,
-            total=format_bytes(total),
-            larger=_LARGER,
-            seen=seen,
-        )
-    if free < (_BARELY_ANY_BYTES if small else _CONTAINER_DEFAULT_BYTES):
-        yield finding(
-            "shared-memory-full",
-            status=Status.FAILURE if free < _BARELY_ANY_BYTES else Status.WARNING,
-            folder=FOLDER,
-            free=format_bytes(free),
-            total=format_bytes(total),
-            seen=seen,
-        )
-
-
-def _missing() -> Finding:
-    return finding("shared-memory-missing", folder=FOLDER)
+        yield finding("shared-memory-small", larger=_LARGER, **texts)
+    if free < _BARELY_ANY_BYTES:
+        yield finding("shared-memory-full", status=Status.FAILURE, **texts)
+    elif free < _CONTAINER_DEFAULT_BYTES and not small:
+        yield finding("shared-memory-full", status=Status.WARNING, **texts)
 
 
 CHECKS = (

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -45,9 +46,11 @@ def cgroup(root: Path, membership: str, mountinfo: str, files: Mapping[str, obje
 
 
 def cores(root: Path, allowed: int = 64) -> tuple[int, str]:
-    decision = cpu.usable_cores(
-        root / "proc", root / "sys", machine_cores=64, allowed_cores=lambda: allowed
-    )
+    with (
+        mock.patch("os.cpu_count", lambda: 64),
+        mock.patch.object(cpu, "_affinity", lambda: allowed),
+    ):
+        decision = cpu.usable_cores(root / "proc", root / "sys")
     return decision.value, decision.reason
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
@@ -60,29 +59,24 @@ def test_machines_in_use_have_nothing_above_a_note(
     ],
 )
 def test_what_the_look_itself_finds_is_passed_on(
-    scenario: Callable[[], Scenario], name: str, machine: Machine, snapshot: SnapshotAssertion
+    scenario: Callable[[], Scenario], name: str, machine: Machine
 ) -> None:
     (found,) = told(scenario(), machine)
     assert (found.name, found.status) == (name, Status.FAILURE)
-    assert found == snapshot
 
 
-def test_uncorrected_memory_errors(machine: Machine, snapshot: SnapshotAssertion) -> None:
+def test_uncorrected_memory_errors(machine: Machine) -> None:
     ecc = {"enabled": True, "corrected": 0, "uncorrected": 2}
     (found,) = told(idle_a100s(ecc=ecc), machine)
     assert found.name == "ecc-uncorrected"
     assert found.what.startswith("GPU 3 ")
-    assert found == snapshot
 
 
-def test_rows_of_memory_that_wait_for_a_reset(
-    machine: Machine, snapshot: SnapshotAssertion
-) -> None:
+def test_rows_of_memory_that_wait_for_a_reset(machine: Machine) -> None:
     rows = {"correctable": 0, "uncorrectable": 1, "pending": 1, "failure": 0}
     (found,) = told(idle_a100s(remapped_rows=rows), machine)
     assert (found.name, found.status) == ("gpu-memory-repair-pending", Status.WARNING)
     assert "sudo nvidia-smi -r -i 3" in found.fix
-    assert found == snapshot
 
 
 def test_a_gpu_that_lets_nobody_compute(machine: Machine) -> None:
@@ -91,39 +85,29 @@ def test_a_gpu_that_lets_nobody_compute(machine: Machine) -> None:
     assert found.fix == "sudo nvidia-smi -i 3 -c DEFAULT"
 
 
-def test_nvlinks_that_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
+def test_nvlinks_that_are_down(machine: Machine) -> None:
     links = [{"to": "switch", "lanes": 10}, {"to": "switch", "lanes": 2, "active": False}]
     (found,) = told(idle_a100s(nvlinks=links), machine)
     assert (found.name, found.status) == ("nvlink-down", Status.WARNING)
     assert "10 of 12" in found.what
-    assert found == snapshot
     assert found.fix.startswith("nvidia-smi nvlink --status -i 3")
 
 
-def test_all_nvlinks_of_a_board_are_down(machine: Machine, snapshot: SnapshotAssertion) -> None:
+def test_all_nvlinks_of_a_board_are_down(machine: Machine) -> None:
     scenario = scenarios.eight_a100_idle()
     for device in scenario["devices"]:
         device["nvlinks"][0]["active"] = False
     (found,) = told(scenario, machine)
     assert found.name == "nvlink-all-down"
     assert "GPUs 0-7" in found.what
-    assert found == snapshot
     assert found.fix == "sudo systemctl restart nvidia-fabricmanager"
 
 
-def test_a_narrow_pcie_link(machine: Machine, snapshot: SnapshotAssertion) -> None:
+def test_a_narrow_pcie_link(machine: Machine) -> None:
     pcie = {"generation": 4, "max_generation": 4, "width": 4, "max_width": 16}
     (found,) = told(idle_a100s(pcie=pcie), machine)
-    assert (found.name, found.status) == ("pcie-degraded", Status.WARNING)
-    assert "GPU 3" in found.what
-    assert found == snapshot
-
-
-@pytest.mark.parametrize(("busy", "count"), [(0, 0), (90, 1)])
-def test_a_slow_pcie_link_counts_only_under_load(busy: int, count: int, machine: Machine) -> None:
-    pcie = {"generation": 1, "max_generation": 4, "width": 16, "max_width": 16}
-    load = {"gpu": busy, "memory": 0}
-    assert len(told(idle_a100s(pcie=pcie, utilization=load), machine)) == count
+    assert (found.name, found.status) == ("pcie-degraded", Status.NOTE)
+    assert "GPU 3 uses 4 of 16" in found.what
 
 
 @pytest.mark.parametrize(
