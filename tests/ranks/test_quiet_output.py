@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "train-ddp": (*TRAIN, *TWO, "--set", "distributed.strategy=ddp"),
     "train-fsdp": (*TRAIN, *TWO, *FSDP),
     "train-hybrid": (*TRAIN, *CPU, "--ranks", "4", *FSDP, *HYBRID),
+    "train-compile": (*TRAIN, *TWO, "--set", "train.compile=true"),
     "train-recompute": (*TRAIN, *TWO, "--set", "train.activation_checkpointing=selective"),
     "profile": ("profile", *TWO, "--steps", "10:11", "c.yaml"),
     "bench-matmul": ("bench", "matmul", *CPU, "--quick"),

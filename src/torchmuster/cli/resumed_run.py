@@ -25,7 +25,7 @@ from torchmuster.units import format_seconds
 _MAY_CHANGE = (
     *("distributed.", "launch.", "checkpoint.every", "checkpoint.keep"),
     *("train.epochs", "train.steps", "train.micro_batch_size", "train.clip_norm"),
-    *("train.precision", "train.activation_checkpointing"),
+    *("train.precision", "train.activation_checkpointing", "train.compile"),
     *("train.log_every", "train.evaluate_every"),
     *("data.workers", "data.evaluation_", "model.device_map"),
     "metrics.",

@@ -220,6 +220,7 @@ class Train:
         "block, 2 every second block, selective all but matrix products, convolutions and "
         "attention.",
     )
+    compile: bool = setting(False, "Compile each block with torch.compile.")
     log_every: Count = setting(10, "Steps between two log lines.")
     evaluate_every: Count | None = setting(
         None,

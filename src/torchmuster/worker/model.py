@@ -13,7 +13,7 @@ from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.data.tokenizers import Tokenizer, TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
-from torchmuster.train.models.blocks import recompute_blocks
+from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
 from torchmuster.train.models.factory import ModelRecipe, check_tokens
 from torchmuster.train.models.meta_init import build_for, build_on_meta, build_whole
 from torchmuster.train.models.parameters import parameter_counts, peft_config
@@ -92,6 +92,8 @@ def model_of(
         )
     if wanted.activation_checkpointing != "none":
         notes.append(recompute_blocks(model, wanted.activation_checkpointing).reason)
+    if wanted.compile:
+        notes.append(f"compiled modules: {compile_blocks(model)}")
     for note in notes:
         rank_zero_log(world, note)
     strategy = strategies.build_strategy(

@@ -70,6 +70,7 @@ train:
   precision: bf16
   seed: 1
   activation_checkpointing: 2
+  compile: true
   log_every: 1
   evaluate_every: 100
 checkpoint:
