@@ -14,7 +14,7 @@ SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB)  # of messages
 QUICK_SIZES = (4 * KiB, MiB)
 SLOW_S = 1.0  # larger messages of this operation are left out after one that takes longer
 SAMPLES = 5
-SAMPLE_S = 0.05  # each sample repeats the message for about so long
+SAMPLE_BYTES = 4 * MiB  # each sample repeats a smaller message up to so much
 
 
 def settings(device: str, *, quick: bool, ranks: Sequence[int]) -> dict[str, Any]:
@@ -43,39 +43,31 @@ def measure(device: str, sizes: Sequence[int]) -> list[Row]:
 def measure_message(operation: str, size: int, world: Any) -> Row:
     """Send messages of one size; called on all ranks.
 
-    All ranks agree on the number of messages in a sample, by the slowest of three trial messages. Every
-    rank compares its values; the row has the sum of the wrong ones of all ranks.
+    Every rank compares its values; the row has the sum of the wrong ones of all ranks. Small messages
+    are repeated in a sample.
     """
     import torch
     import torch.distributed as dist
 
     from torchmuster.bench import timing
 
-    def on_all_ranks(value: float, combine: dist.ReduceOp.RedOpType) -> float:
-        tensor = torch.tensor(value, device=world.device, dtype=torch.float32)
-        dist.all_reduce(tensor, combine)
-        return float(tensor)
-
     ranks = world.world_size
     elements = max(1, size // 4 // ranks) * ranks
     call, wrong_values = message(operation, elements, world)
     call()
-    wrong = on_all_ranks(wrong_values(), dist.ReduceOp.SUM)
+    wrong = torch.tensor(float(wrong_values()), device=world.device)
+    dist.all_reduce(wrong)
     timer = timing.timer(call)
-    dist.barrier()
-    once_s = on_all_ranks(timer.timeit(3).mean, dist.ReduceOp.MAX)
-    number = max(1, round(SAMPLE_S / once_s))
     samples = []
     for _ in range(SAMPLES):
         dist.barrier()
-        samples.append(on_all_ranks(timer.timeit(number).mean, dist.ReduceOp.MAX))
-    size_bytes = 4 * elements
-    factor = bus_factor(operation, ranks)
-    row = Row(
-        labels={"operation": operation, "bytes": size_bytes, "ranks": ranks}, seconds=tuple(samples)
-    )
-    row.figures["wrong_values"] = wrong
-    row.figures["bus_bytes_s"] = factor * size_bytes / row.median_s
+        slowest_s = torch.tensor(timer.timeit(max(1, SAMPLE_BYTES // size)).mean)
+        slowest_s = slowest_s.to(world.device)
+        dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+        samples.append(float(slowest_s))
+    labels: dict[str, str | int] = {"operation": operation, "bytes": 4 * elements, "ranks": ranks}
+    row = Row(labels=labels, seconds=tuple(samples), figures={"wrong_values": float(wrong)})
+    row.figures["bus_bytes_s"] = bus_factor(operation, ranks) * 4 * elements / row.median_s
     return row
 
 

@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.plan.job import Candidate, Work
-from torchmuster.plan.probes.build_step import build_step
 from torchmuster.plan.probes.operations import scratch_bytes_of
 from torchmuster.plan.probes.real_steps import real_steps
 from torchmuster.plan.probes.step_tracer import HOST, StepTracer
@@ -509,9 +508,3 @@ def test_what_is_broken_is_told_with_its_own_words(own: Work) -> None:
     error = trace_or_error(request)
     assert isinstance(error, Impossible)
     assert error.what.startswith("model.build is 'no_such_module:make'")
-
-
-def test_nothing_says_what_a_batch_looks_like(own: Work, snapshot: SnapshotAssertion) -> None:
-    with pytest.raises(Impossible) as refused:
-        build_step(replace(own, dataset=None), single(), made_up_world())
-    assert refused.value == snapshot

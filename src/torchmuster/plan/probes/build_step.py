@@ -267,12 +267,7 @@ def _sample_of(work: Work, recipe: ModelRecipe, model: nn.Module) -> Callable[[]
         processor = hugging_face.load_image_processor(recipe.files)
         image = ImageFolder(work.images, processor, recipe.labels)[0]
         return lambda: image
-    if work.sequence_length is None:
-        raise Impossible(
-            "the shape of a batch is unknown",
-            why="neither a dataset nor a sequence length is given",
-            fix="set data.dataset (module:function), or data.sequence_length for rows of text",
-        )
+    assert work.sequence_length is not None, "a request without data has a length"
     length, vocabulary = work.sequence_length, _vocabulary(model)
 
     def row() -> dict[str, torch.Tensor]:
