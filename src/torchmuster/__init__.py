@@ -67,7 +67,6 @@ _MODULES = {
             "ProductionTrainer",
             "auto_select_gpus_for_model",
             "benchmark_matmul",
-            "check_connection",
             "cleanup_distributed",
             "create_distributed_dataloader",
             "get_available_gpus",

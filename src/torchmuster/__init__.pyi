@@ -7,7 +7,6 @@ from torchmuster.distributed import GPUMonitor as GPUMonitor
 from torchmuster.distributed import ProductionTrainer as ProductionTrainer
 from torchmuster.distributed import auto_select_gpus_for_model as auto_select_gpus_for_model
 from torchmuster.distributed import benchmark_matmul as benchmark_matmul
-from torchmuster.distributed import check_connection as check_connection
 from torchmuster.distributed import cleanup_distributed as cleanup_distributed
 from torchmuster.distributed import create_distributed_dataloader as create_distributed_dataloader
 from torchmuster.distributed import get_available_gpus as get_available_gpus

@@ -23,7 +23,6 @@ from torchmuster.devices.model import Device, DeviceKind, Node
 from torchmuster.devices.request import Claim, DeviceRequest, GpuId
 from torchmuster.devices.visibility import variables_for, visible
 from torchmuster.errors import CudaAlreadyInitialized, MusterError
-from torchmuster.finding import Finding
 from torchmuster.units import MiB
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ __all__ = [
     "ProductionTrainer",
     "auto_select_gpus_for_model",
     "benchmark_matmul",
-    "check_connection",
     "cleanup_distributed",
     "create_distributed_dataloader",
     "get_available_gpus",
@@ -227,16 +225,6 @@ def benchmark_matmul(
     from torchmuster.bench import matmul
 
     return matmul.benchmark_matmul(device, size, iterations)
-
-
-def check_connection(address: str, port: int = 29400, *, timeout_s: float = 5.0) -> Finding:
-    """Try to connect to a TCP port of another host; the finding has the cause and the fix.
-
-    Tests one direction: from here to there. ``muster check --hosts`` tests both, on all hosts.
-    """
-    from torchmuster.diagnose import connection
-
-    return connection.check_connection(address, port, timeout_s)
 
 
 def get_local_rank() -> int:
@@ -429,7 +417,7 @@ def _why_torch_sees_no_gpu(torch: Any) -> str:
 def _torch_number(node: Node, device: Device) -> int:
     """Return torch's index of a device.
 
-    CUDA puts the fastest of different GPUs first, so torch's UUIDs are compared in that case.
+    CUDA puts the fastest of different GPUs first, so torch's UUIDs are compared in that case; this initializes CUDA.
     """
     shown = _visible(node)
     pinned = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))

@@ -22,7 +22,6 @@ import os
 import re
 import shlex
 import stat
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,8 +32,6 @@ from torchmuster.errors import Impossible, NoSuchRun
 LAYOUT_VERSION = 1
 DEFAULT_ROOT = Path("runs")
 _PARTS = ("logs", "metrics", "checkpoints", "hang")
-# NFS gives files of root, or of everybody, to this user.
-_NOBODY = 65534
 _TIME = re.compile(r"\d{8}-\d{6}(?=-)")
 # Errors of a disk that cannot be written: full, over quota, file too large, I/O error.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -226,36 +223,27 @@ def refuse_foreign(run: RunFolder, action: str) -> None:
     """Refuse to act on a run folder that another user controls, also as root.
 
     Its files name processes, jobs and tokens, and its links may lead anywhere, so acting on it would lend the caller's
-    rights to its owner. Called before any signal to a process of the run and before any write into its folder.
+    rights to its owner. Called before any signal to a process of the run and before any write into its folder. A folder that
+    its owner lets others write to is not recognized, unless they replace ``job.json``.
     """
     if not hasattr(os, "geteuid"):  # Windows
         return
     own = os.geteuid()
-    for path in (run.path, *(run.path / name for name in (*_PARTS, "run.json", "job.json"))):
-        try:
-            # A link to the folder leads to what is checked; a link inside it is as good as the user who made it.
-            found = path.stat() if path == run.path else path.lstat()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise Impossible(f"refusing to {action} {run.id}", why=str(error)) from error
-        if found.st_uid != own and not (found.st_uid == _NOBODY and _is_squashed(run.path)):
-            owner = _user_name(found.st_uid)
-            why = f"it belongs to {owner}, and you are {_user_name(own)}"
+    try:
+        owners = {run.path: run.path.stat().st_uid}
+        with contextlib.suppress(FileNotFoundError):
+            owners[run.job] = run.job.lstat().st_uid  # a link is as good as the user who made it
+    except OSError as error:
+        raise Impossible(f"refusing to {action} {run.id}", why=str(error)) from error
+    for path, uid in owners.items():
+        if uid != own:
+            owner = _user_name(uid)
             raise Impossible(
                 f"refusing to {action} {run.id}",
-                why=f"{path}: {why}; a run folder of another user may name any process and any file",
+                why=f"{path}: it belongs to {owner}, and you are {_user_name(own)}; "
+                "a run folder of another user may name any process and any file",
                 fix=f"ask {owner}, or copy the folder and use the copy",
             )
-
-
-def _is_squashed(folder: Path) -> bool:
-    """Return whether the file system gives this user's own files to nobody, as NFS may; any program may run as nobody."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as stream:
-            return os.fstat(stream.fileno()).st_uid == _NOBODY
-    except OSError:
-        return False
 
 
 def _user_name(uid: int) -> str:
