@@ -20,7 +20,6 @@ MOST_BYTES = 8 * 2**20
 MOST_LINE_BYTES = 4 * 2**20
 MOST_LINES_BYTES = 32 * 2**20  # of a file of lines that is read at once
 MOST_DEPTH = 64
-_PIECE_BYTES = 2**20
 # Do not wait for the writer of a pipe, and do not become the terminal's process.
 _OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _OPEN |= getattr(os, "O_NOCTTY", 0)
@@ -136,19 +135,8 @@ def json_objects(data: bytes) -> Iterator[dict[str, Any]]:
 def read_json_lines(path: Path, most_bytes: int = MOST_LINES_BYTES) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in the first ``most_bytes`` of a file; nothing if it cannot be read."""
     try:
-        stream = open_regular(path)
+        with open_regular(path) as stream:
+            data = stream.read(most_bytes)
     except (OSError, Unreadable):
         return
-    with stream:
-        rest, left = b"", most_bytes
-        while left > 0 and (piece := stream.read(min(_PIECE_BYTES, left))):
-            left -= len(piece)
-            whole, end, piece_rest = piece.rpartition(b"\n")
-            if not end:
-                # A line that is too long is dropped when its end is found; do not collect it.
-                rest = rest + piece if len(rest) <= MOST_LINE_BYTES else rest
-                continue
-            yield from json_objects(rest + whole)
-            rest = piece_rest
-        if len(rest) <= MOST_LINE_BYTES:
-            yield from json_objects(rest)
+    yield from json_objects(data)

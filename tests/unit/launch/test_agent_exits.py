@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
@@ -325,9 +324,7 @@ def test_where_the_logs_are_kept_the_end_waits_for_no_backlog(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_launcher_whose_bytes_cause_any_other_error_is_given_up(tmp_path: Path) -> None:
     async def scene(it: Scene) -> None:
         await it.started()
         await it.end.hear(protocol.Output)
@@ -335,13 +332,10 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
     assert agent.words.endswith(": too deep")
-    assert agent.words == snapshot
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_launcher_that_cannot_be_understood_is_given_up(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_a_launcher_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
     garbled = protocol.UnreadableMessage("received an invalid message")
 
     async def scene(it: Scene) -> None:
@@ -350,7 +344,6 @@ def test_a_launcher_that_cannot_be_understood_is_given_up(
         it.end.say(garbled)
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert agent.words == snapshot
     assert agent.words.endswith(f": {garbled}")
 
 
@@ -418,7 +411,7 @@ def test_a_machine_that_joined_runs_the_script_in_its_own_folder(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_an_agent_that_has_ended_handles_no_signals(tmp_path: Path) -> None:
+def test_an_agent_that_has_ended_handles_no_signal_to_end(tmp_path: Path) -> None:
     """A node of a group serves one launcher after the other, and may be signalled between them."""
 
     async def go() -> None:
@@ -426,7 +419,7 @@ def test_an_agent_that_has_ended_handles_no_signals(tmp_path: Path) -> None:
         end.say(protocol.Leave(exit_code=1, words="over"))
         await NodeAgent(end).run()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGHUP):
             assert not loop.remove_signal_handler(number)
 
     asyncio.run(go())

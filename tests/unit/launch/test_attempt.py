@@ -215,7 +215,7 @@ def test_a_warning_does_not_kill_a_rank_without_a_handler(
         await running.start()
         watching = asyncio.create_task(running.watch())
         await attempt.until_both_spoke()
-        running.pass_on("SIGUSR1")
+        running.pass_on("SIGUSR1", only_if_handled=True)
         ended = await asyncio.wait_for(watching, GIVE_UP_S)
         assert ended.good
         texts = attempt.output()

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from nvml_stub import scenarios
@@ -86,13 +85,12 @@ def test_the_named_gpus_are_taken_in_the_order_they_were_named(machine: Machine)
 
 
 def test_more_ranks_than_gpus_is_refused_before_anything_is_claimed(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+    machine: Machine, muster: Muster
 ) -> None:
     machine(scenarios.eight_a100_idle())
     with pytest.raises(Impossible) as caught:
         take(prepare(ranks=9))
     assert isinstance(caught.value, TooFewDevices)
-    assert caught.value.what == snapshot
     assert muster("gpus", "pick", "--num-gpus", "8").code == 0
 
 
@@ -128,35 +126,30 @@ def test_the_claim_is_in_the_words_that_were_typed(machine: Machine, muster: Mus
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_the_processor_where_there_is_no_gpu(
-    own_machine: Path, ranks: int | None, snapshot: SnapshotAssertion
-) -> None:
+def test_the_processor_where_there_is_no_gpu(own_machine: Path, ranks: int | None) -> None:
     held = take(prepare(ranks=ranks))
     assert held.ranks == (ranks or 1)
     assert held.devices == ("CPU",)
-    assert held.reasons[0] == snapshot
     assert held.variables == {}
     held.release()
 
 
 def test_the_processor_as_asked_hides_the_gpus_and_claims_none(
-    machine: Machine, muster: Muster, snapshot: SnapshotAssertion
+    machine: Machine, muster: Muster
 ) -> None:
     machine(scenarios.eight_a100_idle())
     held = take(prepare(device="cpu", ranks=2))
-    assert held.reasons[0] == snapshot
     assert held.variables["CUDA_VISIBLE_DEVICES"] == ""
     assert muster("gpus", "pick", "--num-gpus", "8").code == 0
 
 
 def test_gpus_that_are_hidden_here_are_not_taken(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(scenarios.eight_a100_idle())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     held = take(prepare(ranks=2))
     assert held.devices == ("CPU",)
-    assert held.reasons[0] == snapshot
     with pytest.raises(Impossible):
         take(prepare(device="gpu"))
 

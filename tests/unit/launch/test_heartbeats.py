@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
@@ -168,9 +167,7 @@ class Rank:
         self.process.stdout.close()
 
 
-def test_every_rank_shows_what_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
-) -> None:
+def test_every_rank_shows_what_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def examined(rank: int, *, answer_s: float, signal_s: float) -> dict[tuple[int, str], str]:
         """Wait for what must come, however late, and not for what cannot."""
         monkeypatch.setattr(stack_dump, "_ANSWER_WITHIN_S", answer_s)
@@ -193,7 +190,6 @@ def test_every_rank_shows_what_it_can(
     asleep, native, stopped = (found[rank, "stacks.txt"] for rank in range(3))
     assert "thread MainThread, innermost call last:" in asleep
     assert "time.sleep(600)" in asleep
-    assert native.splitlines()[1] == snapshot  # why it did not answer
     assert "most recent call first" in native  # by the fault handler, without Python's lock
     assert 'train.py", line 10 in in_user_code' in native
     assert " T\n" in stopped  # the state of its process

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch.node.memory_evidence import KERNEL_KILLED_IT, MemoryPeaks, MemoryWatch
@@ -58,41 +57,31 @@ def peaks(root: Path, **kilobytes: int) -> MemoryPeaks:
 
 
 @LINUX
-def test_a_kill_that_the_cgroup_counted_is_explained_with_peak_and_limit(
-    version_2: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_a_kill_that_the_cgroup_counted_is_explained_with_peak_and_limit(version_2: Path) -> None:
     watch = begin(version_2)
     seen = peaks(version_2, p500=61 * 2**20)
     set_kills(version_2, 3)
     told = watch.explain(500, -9, seen)
     assert told.startswith(KERNEL_KILLED_IT)
-    assert told == snapshot
     assert watch.explain(500, 137, seen) == told
     limit = watch.explain(500, -9, MemoryPeaks())
     assert limit.startswith(KERNEL_KILLED_IT)
-    assert limit == snapshot
 
 
 @LINUX
-def test_kills_of_before_and_kills_of_a_neighbour_explain_nothing(
-    version_2: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_kills_of_before_and_kills_of_a_neighbour_explain_nothing(version_2: Path) -> None:
     watch = begin(version_2)
     set_kills(version_2, 2, pod=9)
     seen = peaks(version_2, p77=2**20)
     told = watch.explain(77, -9, seen)
     assert KERNEL_KILLED_IT not in told
-    assert told == snapshot
 
 
 @LINUX
-def test_a_worker_that_the_kernel_killed_is_evidence_for_its_rank(
-    version_2: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_a_worker_that_the_kernel_killed_is_evidence_for_its_rank(version_2: Path) -> None:
     watch = begin(version_2)
     assert watch.explain(500, 1, MemoryPeaks()) == ""
     set_kills(version_2, 3)
-    assert watch.explain(500, 1, MemoryPeaks()) == snapshot
     assert watch.explain(500, -15, MemoryPeaks()) == ""
 
 

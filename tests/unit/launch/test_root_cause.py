@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding, Status
 from torchmuster.launch import protocol
@@ -61,15 +60,14 @@ def judged(
     return root_cause_of(ends, noticed_s=noticed_s, logs=LOGS, world_size=world_size)[0]
 
 
-def test_a_rank_that_had_to_be_killed_after_a_failure_is_not_a_second_failure(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_rank_that_had_to_be_killed_after_a_failure_is_not_a_second_failure() -> None:
     first, stubborn = failure(1, "ValueError: no data", ago_s=31.0), failure(0, exit_code=-9)
     polite = failure(2, exit_code=-15, ago_s=30.0)
     message = protocol.Ended(attempt=0, good=False, failures=(first, stubborn, polite), killed=(0,))
     finding = judged(NodeExit(host="a", ended=message, ended_s=100.0))
     assert finding.what.startswith("rank 1 on a failed: ValueError")
-    assert finding.why == snapshot
+    assert "rank 0 did not stop within 30 s" in finding.why
+    assert "rank 2 then had to stop" in finding.why
 
 
 def recorded(name: str, *, ago_s: dict[int, float] | None = None) -> Finding:
@@ -126,13 +124,12 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_recorded_deaths(case: str, snapshot: SnapshotAssertion) -> None:
+def test_recorded_deaths(case: str) -> None:
     name, who, fix = CAUSES[case]
     finding = recorded(case)
     assert (finding.name, finding.status) == (name, Status.FAILURE)
     assert finding.what.startswith(f"{who} ")
     assert fix in finding.fix
-    assert (finding.what, finding.why, finding.fix) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -149,18 +146,15 @@ def test_the_cause_is_found_even_if_its_consequence_is_dated_earlier(
 @pytest.mark.parametrize(
     "name", ["hang", "monitored-barrier", "no-client", "store-wait", "no-store"]
 )
-def test_where_ranks_only_waited_the_one_that_kept_them_waiting_is_named(
-    name: str, snapshot: SnapshotAssertion
-) -> None:
+def test_where_ranks_only_waited_the_one_that_kept_them_waiting_is_named(name: str) -> None:
     finding = recorded(name)
     ended_rank = next(rank for rank, one in RECORDED[name].items() if one["exit_code"] == -15)
     assert f"rank {ended_rank} " in finding.why
-    assert finding.why == snapshot
 
 
-def test_the_evidence_is_the_traceback_and_the_log(snapshot: SnapshotAssertion) -> None:
+def test_the_evidence_is_the_traceback_and_the_log() -> None:
     finding = recorded("raise")
-    assert finding.evidence == snapshot
+    assert 't.py", line 13' in finding.evidence
     assert finding.evidence.endswith("\nlog: runs/x/logs/rank-1.log")
 
 
@@ -229,28 +223,24 @@ def test_of_exceptions_that_follow_each_other_the_last_is_shown() -> None:
     assert finding.evidence.startswith(f"{HEAD}{OWN}OSError: worse\n")
 
 
-def test_among_causes_the_earliest_counts_however_late_it_was_reported(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_among_causes_the_earliest_counts_however_late_it_was_reported() -> None:
     finding = judged(
         ended("a", failure(0, "KeyError: 'x'", ago_s=0.5), at_s=100.0),
         ended("b", failure(3, "ValueError: no", ago_s=5.0), failure(2, CLOSED), at_s=104.0),
     )
     assert finding.what.startswith("rank 3 on b ")
-    assert (finding.what, finding.why) == snapshot
 
 
-def test_the_same_error_on_several_ranks_is_told_once(snapshot: SnapshotAssertion) -> None:
+def test_the_same_error_on_several_ranks_is_told_once() -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. GPU {} has"
     ends = [ended("a", *(failure(rank, text.format(2 + rank, rank)) for rank in range(4)))]
     finding = judged(*ends, world_size=8)
     assert finding.what.startswith("rank 0 on a ")
     assert "ranks 1-3 " in finding.why
-    assert (finding.what, finding.why, finding.fix) == snapshot
     assert judged(*ends, world_size=4).what.startswith("all 4 ranks ")
 
 
-def test_a_kill_by_the_kernel_is_explained(snapshot: SnapshotAssertion) -> None:
+def test_a_kill_by_the_kernel_is_explained() -> None:
     evidence = f"{KERNEL_KILLED_IT}; its peak was 61.0 GiB of the 64.0 GiB this cgroup may use"
     killed = failure(
         1, exit_code=-9, evidence=evidence, last_lines="UserWarning: No module named 'x'"
@@ -259,13 +249,10 @@ def test_a_kill_by_the_kernel_is_explained(snapshot: SnapshotAssertion) -> None:
     assert finding.name == "rank-oom-killed"
     assert finding.what.startswith("rank 1 on b ")
     assert evidence in finding.why
-    assert (finding.what, finding.why, finding.fix) == snapshot
     assert "UserWarning" in finding.evidence
 
 
-def test_ranks_that_were_killed_because_the_run_failed_are_not_to_blame(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_ranks_that_were_killed_because_the_run_failed_are_not_to_blame() -> None:
     finding = judged(
         ended("a", failure(0, CLOSED), at_s=100.0),
         ended("b", failure(1, exit_code=-9), failure(2, exit_code=-15), at_s=105.5),
@@ -274,7 +261,6 @@ def test_ranks_that_were_killed_because_the_run_failed_are_not_to_blame(
     assert finding.name == "rank-failed"
     assert finding.what.startswith("rank 0 on a ")
     assert "ranks 1-2 " in finding.why
-    assert (finding.what, finding.why) == snapshot
 
 
 def test_a_kill_that_is_reported_a_little_late_is_still_the_cause() -> None:
@@ -305,7 +291,7 @@ def test_torchrun_s_own_kill_of_a_rank_that_hangs_is_not_the_cause() -> None:
     assert "rank 1 " in finding.why
 
 
-def test_a_lost_machine_is_the_cause_of_lost_connections(snapshot: SnapshotAssertion) -> None:
+def test_a_lost_machine_is_the_cause_of_lost_connections() -> None:
     silent = "no heartbeat for 10 s: the link is down or the host is gone"
     finding = judged(
         ended("a", failure(0, LATE), failure(1, LATE), at_s=95.0),
@@ -315,7 +301,6 @@ def test_a_lost_machine_is_the_cause_of_lost_connections(snapshot: SnapshotAsser
     assert finding.what.startswith("b ")
     assert finding.what.endswith(silent)
     assert "ranks 0-1 " in finding.why
-    assert finding.as_json() == snapshot
 
 
 def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
@@ -328,14 +313,13 @@ def test_a_machine_that_is_lost_after_a_rank_failed_is_not_the_cause() -> None:
     assert finding.why.endswith(": gone")
 
 
-def test_an_agent_that_failed_itself_is_named_with_its_error(snapshot: SnapshotAssertion) -> None:
+def test_an_agent_that_failed_itself_is_named_with_its_error() -> None:
     words = (
         "the ranks' store exited with code 1\nW UserWarning: Failed to initialize NumPy: No module "
         "named 'numpy'\nTraceback (most recent call last):\nImportError: libcudart.so.12: cannot open"
     )
     finding = judged(ended("a", words=words))
     assert finding.name == "agent-failed"
-    assert finding.what == snapshot
     assert finding.what.endswith("ImportError: libcudart.so.12: cannot open")
     assert finding.evidence == words
 
@@ -370,12 +354,11 @@ def told(rank: int, what: str, *, ago_s: float = 0.0) -> protocol.Failure:
     )
 
 
-def test_an_error_in_three_parts_is_the_verdict_as_it_stands(snapshot: SnapshotAssertion) -> None:
+def test_an_error_in_three_parts_is_the_verdict_as_it_stands() -> None:
     lost = failure(0, "RuntimeError: Connection reset by peer", ago_s=1.0)
     finding = judged(ended("a", lost), ended("b", told(1, "asked for 8 of 2 samples")))
     assert finding.what.startswith("rank 1 on b ")
     assert finding.why.startswith("parameters 4 GiB\ngradients 4 GiB\nrank 0 ")
-    assert finding.as_json() == snapshot
 
 
 NCCL_GONE = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:268, remote process \
@@ -477,16 +460,13 @@ def after_hang(*ends: NodeExit) -> tuple[Finding, str]:
     return root_cause_of(ends, noticed_s=100.0, logs=LOGS, world_size=2, hang=HANG)
 
 
-def test_a_hang_that_was_told_is_the_cause_where_others_only_gave_up_waiting(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_hang_that_was_told_is_the_cause_where_others_only_gave_up_waiting() -> None:
     waited = ended("a", failure(0, LATE))
     stuck = ended("b", failure(1, exit_code=-9), at_s=108.0)
     finding, error = after_hang(waited, stuck)
     assert error == HANG.what
     assert (finding.name, finding.what) == (HANG.name, HANG.what)
     assert finding.status is Status.FAILURE
-    assert finding.why == snapshot
     assert finding.why.startswith(f"{HANG.why}\nrank 0 ")
     assert (finding.fix, finding.evidence) == (HANG.fix, HANG.evidence)
 
@@ -512,13 +492,10 @@ def finished(host: str, *ranks: int) -> NodeExit:
     return NodeExit(host=host, ended=message, ended_s=100.0)
 
 
-def test_ranks_that_ended_well_while_others_needed_them_are_named(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_ranks_that_ended_well_while_others_needed_them_are_named() -> None:
     finding = judged(finished("a", 1, 2), world_size=3)
     assert finding.name == "rank-ended-early"
     assert finding.what.startswith("ranks 1-2 ")
-    assert (finding.what, finding.why, finding.fix) == snapshot
     assert f"log: {LOGS}/rank-0.log" in finding.evidence
 
 
@@ -529,23 +506,6 @@ def test_a_rank_that_ended_well_is_not_blamed_for_another_s_own_failure() -> Non
     finding = judged(NodeExit(host="a", ended=message, ended_s=100.0), world_size=2)
     assert finding.name == "rank-failed"
     assert finding.what.startswith("rank 0 on a ")
-
-
-def test_a_rank_that_aborted_after_its_script_had_ended_well_is_told_so(
-    snapshot: SnapshotAssertion,
-) -> None:
-    log = "done\nterminate called without an active exception\nFatal Python error: Aborted\n"
-    aborted = failure(1, exit_code=-6, last_lines=log)
-    other = failure(0, exit_code=-15)
-    message = protocol.Ended(attempt=0, good=False, failures=(aborted, other), finished=(0, 1))
-    finding = judged(NodeExit(host="a", ended=message, ended_s=100.0), world_size=2)
-    assert finding.name == "rank-aborted-at-exit"
-    assert finding.what.startswith("rank 1 on a ")
-    assert "torch.distributed.destroy_process_group()" in finding.fix
-    assert (finding.what, finding.why, finding.fix) == snapshot
-    assert finding.evidence == f"{log.strip()}\nlog: {LOGS}/rank-1.log"
-    in_the_middle = judged(ended("a", aborted))
-    assert in_the_middle.name == "rank-crashed"
 
 
 def test_a_crash_in_native_code_is_told_with_the_line_that_called_it() -> None:

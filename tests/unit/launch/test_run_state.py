@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.errors import Impossible
 from torchmuster.launch.history import run_state
@@ -155,7 +154,7 @@ def test_a_later_process_with_the_same_number_is_not_the_launcher(
 
 
 def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_state.write_job(run, SPEC)
     elsewhere = run_state.Launcher(host="login-1", pid=os.getpid(), start_s=0.0)
@@ -171,7 +170,6 @@ def test_a_launcher_on_another_machine_is_known_by_what_was_heard_of_it(
     state = run_state.read_state(run)
     assert state is not None
     assert state.phase == "died"
-    assert state.headline == snapshot
     assert state.since_unix_s == pytest.approx(heard, abs=1)
 
 
@@ -196,14 +194,11 @@ def test_the_end_of_a_run_is_logged_also_when_it_had_too_many_events(run: RunFol
     assert (state.phase, state.hang) == ("finished", None)
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_by_name(
-    run: RunFolder, snapshot: SnapshotAssertion
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused_by_name(run: RunFolder) -> None:
     shutil.rmtree(run.path)
     with pytest.raises(Impossible) as refusal:
         run_state.write_job(run, SPEC)
     assert str(run.path) in refusal.value.what
-    assert refusal.value.what.replace(str(run.path), "RUN") == snapshot
     assert "--runs DIR" in refusal.value.fix
 
 

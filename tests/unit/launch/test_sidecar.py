@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from patience import GIVE_UP_S
 from torchmuster.launch import protocol
@@ -69,9 +68,7 @@ def play(scene: Callable[[Launcher, str], Awaitable[None]]) -> None:
 
 
 @pytest.mark.usefixtures("own_machine")
-def test_a_program_is_started_talked_with_and_ended_with_the_agent(
-    snapshot: SnapshotAssertion,
-) -> None:
+def test_a_program_is_started_talked_with_and_ended_with_the_agent() -> None:
     async def scene(launcher: Launcher, token: str) -> None:
         launcher.to_agent.put_nowait(protocol.Relay(token=token))
         await launcher.hear(protocol.Done)
@@ -81,7 +78,6 @@ def test_a_program_is_started_talked_with_and_ended_with_the_agent(
         answer = json.loads(relayed.text)
         assert answer["id"] == 7
         assert "'no-such-verb'" in answer["error"]["what"]
-        assert answer["error"]["what"] == snapshot
         assert len(pids_of(token)) == 1
 
     play(scene)

@@ -191,17 +191,6 @@ def root_cause_of(
             fix="give every rank the same number of batches: a DistributedSampler, drop_last=True, or "
             "torch.distributed.algorithms.Join; no collective inside `if rank == 0`",
         )
-    elif first.code == _ABORTED and first.failure and first.failure.rank in finished:
-        why = [
-            "a library thread was still running, usually of a process group that the script did not destroy",
-            f"its message: {_headline(first.text)}" if first.text else "",
-        ]
-        finding = dataclasses.replace(
-            finding,
-            name="rank-aborted-at-exit",
-            what=f"{first.who} finished, then aborted (SIGABRT) while Python was shutting down",
-            fix="call torch.distributed.destroy_process_group() at the end of the script, on every rank",
-        )
     return dataclasses.replace(finding, why=_clean([*why, *aftermath])), first.cause
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
@@ -87,11 +86,11 @@ class RunningAttempt:
         self._stop_requested = True
         self._end_within(grace_s)
 
-    def pass_on(self, name: str) -> None:
-        """Send a signal, such as a scheduler's warning, to the ranks that handle it; it would kill the others."""
+    def pass_on(self, name: str, *, only_if_handled: bool = False) -> None:
+        """Send a signal to the ranks, and only to them; a scheduler's warning would kill those that do not handle it."""
         number = signal.Signals[name]
         for rank in self._ranks:
-            if sys.platform != "linux" or rank.handles(number):
+            if not only_if_handled or rank.handles(number):
                 rank.send_signal(number)
 
     async def examine(self, message: protocol.DumpStacks) -> None:

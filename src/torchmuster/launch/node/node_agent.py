@@ -90,7 +90,7 @@ class NodeAgent:
     async def run(self) -> int:
         """Serve the launcher until the run is over or the launcher is gone."""
         over = asyncio.get_running_loop().create_future()
-        handled = self._handle_signals(over)
+        ending = self._handle_signals(over)
         background = [
             asyncio.create_task(self._say_alive()),
             asyncio.create_task(self._notice_silence(over)),
@@ -104,13 +104,16 @@ class NodeAgent:
             for task in background:
                 task.cancel()
             await self._end_all()
-            for number in handled:
+            for number in ending:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
     def _handle_signals(self, over: "asyncio.Future[int]") -> list[int]:
-        """Handle the signals to this process; return those that are handled."""
+        """Handle the signals to this process; return those that end it.
+
+        A scheduler's warning must not end it either when no ranks run, and after this node agent.
+        """
         loop = asyncio.get_running_loop()
-        handled = []
+        ending = []
         for name in ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name, None)
             if number is None or signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
@@ -120,8 +123,8 @@ class NodeAgent:
                     loop.add_signal_handler(number, self._pass_warning_on, name)
                 else:
                     loop.add_signal_handler(number, self._signalled, over, name)
-                handled.append(number)
-        return handled
+                    ending.append(number)
+        return ending
 
     def _signalled(self, over: "asyncio.Future[int]", name: str) -> None:
         self.signalled = True
@@ -137,7 +140,7 @@ class NodeAgent:
     def _pass_warning_on(self, name: str) -> None:
         """Forward a warning that a scheduler sent to this process (Slurm's --signal without B:)."""
         if self._running is not None:
-            self._running.pass_on(name)
+            self._running.pass_on(name, only_if_handled=True)
 
     async def _end_with_grace(
         self, running: RunningAttempt, over: "asyncio.Future[int]", name: str

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding
 from torchmuster.launch.hangs import flight_recorder
@@ -65,20 +64,16 @@ def one(dumps: dict[int, Dump]) -> Finding:
 
 
 @both
-def test_the_first_collective_that_differs_is_named_with_who_called_what(
-    make: Make, snapshot: SnapshotAssertion
-) -> None:
+def test_the_first_collective_that_differs_is_named_with_who_called_what(make: Make) -> None:
     barrier: tuple[str, list[int], bool] = ("barrier", [], False)
     finding = one({0: make(DONE, WAITS), 1: make(DONE, barrier), 2: make(DONE, WAITS)})
     assert finding.name == "collectives-differ"
-    assert finding.as_json() == snapshot
 
 
 @both
-def test_shapes_that_differ_are_named(make: Make, snapshot: SnapshotAssertion) -> None:
+def test_shapes_that_differ_are_named(make: Make) -> None:
     finding = one({0: make(WAITS), 1: make(("all_reduce", [9], False))})
     assert finding.name == "collectives-differ"
-    assert finding.as_json() == snapshot
 
 
 @both
@@ -110,7 +105,7 @@ def test_what_is_not_a_dump_says_nothing(text: str) -> None:
     assert analyse_flight_records({0: read_flight_record(text), 1: read_flight_record(text)}) == []
 
 
-def test_dumps_recorded_of_real_ranks(snapshot: SnapshotAssertion) -> None:
+def test_dumps_recorded_of_real_ranks() -> None:
     recorded = json.loads(Path(__file__).with_name("gloo_dumps.json").read_text(encoding="utf-8"))
     found = {
         kind: analyse_flight_records({int(rank): dump for rank, dump in dumps.items()})
@@ -120,7 +115,6 @@ def test_dumps_recorded_of_real_ranks(snapshot: SnapshotAssertion) -> None:
         "asleep": [],
         "order": ["collectives-differ"],
     }
-    assert {kind: [one.what for one in findings] for kind, findings in found.items()} == snapshot
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from torchmuster.finding import Finding
 from torchmuster.launch import protocol
@@ -106,9 +105,7 @@ def pass_time(it: Scene, clock: list[float], seconds: int, *, different: bool) -
         it.hang_monitor.look()
 
 
-def test_a_hang_is_told_examined_and_kept(
-    tmp_path: Path, clock: list[float], snapshot: SnapshotAssertion
-) -> None:
+def test_a_hang_is_told_examined_and_kept(tmp_path: Path, clock: list[float]) -> None:
     async def scene() -> Scene:
         it = Scene(tmp_path)
         it.begin()
@@ -141,7 +138,7 @@ def test_a_hang_is_told_examined_and_kept(
     assert told.finding.name == "rank-elsewhere"
     assert told.finding.what.startswith("rank 1 on b ")
     (said,) = it.said
-    assert said.replace(str(folder), "FOLDER") == snapshot
+    assert str(folder) in said
     assert [one.name for one in run_state.read_events(it.run)] == ["hang"]
 
 
@@ -223,9 +220,7 @@ def test_what_cannot_end_well_is_ended(
     assert asyncio.run(scene()) is ended
 
 
-def test_a_hang_monitor_that_fails_does_not_end_the_run(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_a_hang_monitor_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     class Broken(HangWatch):
         def hear(self, *_: object) -> None:
             raise ZeroDivisionError("oh")
@@ -238,7 +233,6 @@ def test_a_hang_monitor_that_fails_does_not_end_the_run(
     it.hang_monitor.look()
     (said,) = it.said  # once
     assert "ZeroDivisionError('oh')" in said
-    assert said == snapshot
 
 
 def test_ranks_are_named_with_the_gpu_they_have(tmp_path: Path) -> None:
