@@ -1,6 +1,5 @@
 """``--spares``: a spare takes the place of a host that dies, and the run continues as if nothing had happened."""
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,9 @@ from pathlib import Path
 from hosts.killing import Run
 from hosts.lab import Lab
 from hosts.launching import PATIENT
+from torchmuster.launch.history import run_state
 from torchmuster.launch.history.run_state import TAKEOVER
+from torchmuster.runfolder import RunFolder
 
 #: Each attempt writes its ranks and where they run; it ends once it is told to.
 WHERE = """
@@ -31,9 +32,9 @@ TWO_AND_ONE = ["--hosts", "node1,node2,node3", "--spares", "1", *PATIENT]
 
 def events(folder: Path, name: str) -> list[dict[str, object]]:
     """Return the events of this name of the run in a folder."""
-    (file,) = folder.glob("runs/*/events.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    return [one for one in found if one["event"] == name]
+    (path,) = (folder / "runs").iterdir()
+    events = run_state.read_events(RunFolder(path))
+    return [event.facts for event in events if event.name == name]
 
 
 def log_of(folder: Path, rank: int) -> str:

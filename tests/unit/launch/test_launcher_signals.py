@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,9 +23,8 @@ def test_warnings_are_heeded_while_there_are_ranks_and_do_afterwards_what_they_d
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
 
     async def work() -> None:
-        with StopSignals(
-            spec, run, stop_task=passed_on.append, pass_on=passed_on.append
-        ) as requests:
+        task = SimpleNamespace(spec=spec, run_folder=run, pass_on=passed_on.append)
+        with StopSignals(task) as requests:  # type: ignore[arg-type]
             os.kill(os.getpid(), signal.SIGUSR1)
             while not requests.is_warned:
                 await asyncio.sleep(0.01)

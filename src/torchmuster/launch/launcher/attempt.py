@@ -91,7 +91,7 @@ class Attempt:
         self._hang_monitor = HangMonitor(
             hosts,
             self._run,
-            later=session.send_later,
+            later=session.background.start,
             end_after_s=self._spec.limits.end_hangs_s,
         )
         return await self._watch(self._hang_monitor)

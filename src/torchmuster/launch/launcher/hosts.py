@@ -9,16 +9,15 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchmuster.errors import MachineLost, MusterError, NotNow
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch import protocol
 from torchmuster.launch.job import JobSpec, NodeCounts
 from torchmuster.launch.launcher.host import ConnectedHost, error_from
-from torchmuster.launch.launcher.waiting import Waiting
+from torchmuster.launch.launcher.waiting import BackgroundTasks, Waiting
 from torchmuster.launch.transports.channel import Channel, Transport
 
 # A host that failed this often in a run is taken only if there are too few others.
@@ -118,7 +117,7 @@ class Hosts:
         self._failures: Counter[int] = Counter()
         self._refusals: dict[int, MusterError] = {}
         self._arrivals = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._has_begun = False
         self._reconnecting: dict[int, asyncio.Task[None]] = {}  # by place
 
@@ -209,8 +208,8 @@ class Hosts:
         self._by_place[place] = host
         self._refusals.pop(place, None)
         if self._arrivals == 1:
-            self._do(self._send_heartbeats())
-        self._do(self._greet(host))
+            self._background.start(self._send_heartbeats())
+        self._background.start(self._greet(host))
 
     async def wait(self) -> None:
         """Wait until the hosts of an attempt are here: at first for all hosts, later for as many as are needed."""
@@ -220,7 +219,7 @@ class Hosts:
             await self._wait()
         if not self._has_begun:
             self._has_begun = True
-            self._do(self._reconnect_lost())
+            self._background.start(self._reconnect_lost())
 
     async def _wait(self) -> None:
         first = not self._has_begun
@@ -347,10 +346,10 @@ class Hosts:
                 if place not in used and not (has_failed_often and self.choose() is not None):
                     places.append(place)
             for host in self._lost(places):
-                self._do(self._reconnect([host]))
+                self._background.start(self._reconnect([host]))
             for place in places:
                 if place not in self._by_place and self._transport.gave_up(place) is not None:
-                    self._do(self._transport.reopen(place))
+                    self._background.start(self._transport.reopen(place))
             await asyncio.sleep(_RECONNECT_EVERY_S)
 
     async def _reconnect(self, hosts: Sequence[ConnectedHost]) -> None:
@@ -388,7 +387,8 @@ class Hosts:
 
     async def close(self) -> None:
         """Stop the heartbeats and all waiting tasks."""
-        tasks = [*self._tasks, *self._reconnecting.values()]
+        await self._background.close()
+        tasks = list(self._reconnecting.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -413,8 +413,3 @@ class Hosts:
                     host.notice_silence(self._lost_after_s)
             if began_s >= last_s + every_s:
                 last_s = began_s
-
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

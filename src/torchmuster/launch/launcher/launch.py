@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 from torchmuster.errors import ExitCode, MusterError
 from torchmuster.finding import Finding, from_error
 from torchmuster.launch.history import run_state
-from torchmuster.launch.job import JobSpec, is_ours
+from torchmuster.launch.job import is_ours
 from torchmuster.launch.launcher import restart
 from torchmuster.launch.launcher.console import Console, show_findings
 from torchmuster.launch.launcher.run import JobOutcome, Result
-from torchmuster.launch.launcher.stopping import StopSignal, StopSignals
+from torchmuster.launch.launcher.stopping import StopSignal, StopSignals, Task
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import format_seconds, name_several
 
@@ -30,24 +30,14 @@ logger = logging.getLogger(__name__)
 _READ_WITHIN_S = 10.0
 
 
-class Task(Protocol):
-    """What is done with the hosts: a run (``run.py``) or a check of the group."""
-
-    spec: JobSpec
-    run_folder: RunFolder
-    token: str
-
-    def stop(self, origin: str) -> None:
-        """Request a stop, whose origin is given; a second request stops without a grace period."""
-
-    def pass_on(self, name: str) -> None:
-        """Pass a scheduler's warning on to every rank."""
+class RunnableTask(Task, Protocol):
+    """A task that can be run."""
 
     async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
         """Run the task to its end; call ``on_phase`` with each phase that it enters."""
 
 
-def run_task(task: Task, console: Console, *, webhook: "Webhook | None" = None) -> int:
+def run_task(task: RunnableTask, console: Console, *, webhook: "Webhook | None" = None) -> int:
     """Run a task to its end, with its records in the run folder; return the exit code of the command."""
     number = getattr(signal, "SIGUSR1", None)  # Windows has none
     if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -59,7 +49,7 @@ def run_task(task: Task, console: Console, *, webhook: "Webhook | None" = None) 
 class _Launch:
     """One run of a task: its phases and its end go to the run folder and to the webhook."""
 
-    def __init__(self, task: Task, webhook: "Webhook | None") -> None:
+    def __init__(self, task: RunnableTask, webhook: "Webhook | None") -> None:
         self._task = task
         self._spec = task.spec
         self._folder = task.run_folder
@@ -77,9 +67,7 @@ class _Launch:
 
     async def run(self, console: Console) -> int:
         task = self._task
-        self._requests = StopSignals(
-            self._spec, self._folder, stop_task=task.stop, pass_on=task.pass_on
-        )
+        self._requests = StopSignals(task)
         with console:
             try:
                 with run_state.launcher_heartbeat(self._folder.job), self._requests:

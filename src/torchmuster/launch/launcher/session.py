@@ -21,7 +21,7 @@ from torchmuster.launch.launcher.console import Console, show_findings
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.hosts import LOCAL_WITHIN_S, Hosts
 from torchmuster.launch.launcher.stopping import StopCause
-from torchmuster.launch.launcher.waiting import Waiting
+from torchmuster.launch.launcher.waiting import BackgroundTasks, Waiting
 from torchmuster.launch.transports.channel import Transport
 from torchmuster.runfolder import RunFolder
 from torchmuster.units import name_several
@@ -67,7 +67,7 @@ class Session:
         self.kill_at_s = math.inf
         self._is_prepared = False  # the hosts of the first attempt are
         self._is_only_warned = False  # the next request is then not a repetition
-        self._sending: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
+        self.background = BackgroundTasks()  # a host that is stuck must not block the others
 
     def _receive(self, host: ConnectedHost, message: protocol.FromAgent) -> None:
         if self.attempt is not None:
@@ -112,7 +112,7 @@ class Session:
         """Ask hosts to stop their ranks until the time at which they are killed."""
         left_s = max(0.0, self.kill_at_s - time.monotonic())
         for host in hosts:
-            self.send_later(host.stop(left_s, why))
+            self.background.start(host.stop(left_s, why))
 
     def handles(self, name: str) -> bool:
         """Return whether every rank is known to handle a signal."""
@@ -123,7 +123,7 @@ class Session:
     def pass_on(self, name: str) -> None:
         """Forward a signal to every rank."""
         for host in self.current:
-            self.send_later(host.channel.send(protocol.Signal(name=name)))
+            self.background.start(host.channel.send(protocol.Signal(name=name)))
 
     def resume_script(self, plan: "ResumePlan | None", *, again: bool) -> bool:
         """Set the script's arguments for the next attempt; return whether the hosts must be prepared anew.
@@ -230,16 +230,3 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def send_later(self, work: Awaitable[None]) -> None:
-        """Send in the background: a host that is stuck must not block the others."""
-
-        async def send() -> None:
-            try:
-                await work
-            except Exception as error:
-                logger.info(f"a message could not be sent: {error}")
-
-        task = asyncio.create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)

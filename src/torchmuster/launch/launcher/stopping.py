@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchmuster.errors import ExitCode
 from torchmuster.finding import Finding, Status
@@ -167,25 +167,29 @@ STOP_SIGNALS = {
 }
 
 
+class Task(Protocol):
+    """What is done with the hosts: a run (``run.py``) or a check of the group."""
+
+    spec: JobSpec
+    run_folder: RunFolder
+    token: str
+
+    def stop(self, origin: str) -> None:
+        """Request a stop, whose origin is given; a second request stops without a grace period."""
+
+    def pass_on(self, name: str) -> None:
+        """Pass a scheduler's warning on to every rank."""
+
+
 class StopSignals:
     """The signals that arrive while a run lasts, as requests to its task, and its time limit.
 
-    ``stop_task`` gets the origin of a request to stop, ``pass_on`` a signal for every rank. Use as a context: at its end, every
-    signal does again what it did before.
+    Use as a context: at its end, every signal does again what it did before.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        run: RunFolder,
-        *,
-        stop_task: Callable[[str], None],
-        pass_on: Callable[[str], None],
-    ) -> None:
-        self._spec = spec
-        self._run = run
-        self._stop_task = stop_task
-        self._pass_on = pass_on
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._spec = task.spec
         self._loop = asyncio.get_running_loop()
         self._last_s = -math.inf
         self._reminder: asyncio.TimerHandle | None = None
@@ -240,7 +244,7 @@ class StopSignals:
     def warn(self, name: str) -> None:
         """Pass a scheduler's warning on, again and again: ranks that are still starting miss the first one."""
         self.is_warned = True
-        self._pass_on(name)
+        self._task.pass_on(name)
         if self._spec.checkpoints is not None:
             if self._reminder is not None:
                 self._reminder.cancel()
@@ -259,6 +263,6 @@ class StopSignals:
 
     def _request_stop(self, name: str, origin: str, event: str, text: str) -> None:
         self.stop_signals.append(name)
-        run_state.log_event(self._run, event, what=f"stop requested ({origin})")
+        run_state.log_event(self._task.run_folder, event, what=f"stop requested ({origin})")
         logger.info(text)
-        self._stop_task(origin)
+        self._task.stop(origin)

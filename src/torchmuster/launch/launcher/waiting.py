@@ -82,3 +82,28 @@ class Waiting:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+class BackgroundTasks:
+    """Work beside the flow of a run; an error in it is logged, and does not end the run."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Future[None]] = set()  # the event loop keeps only weak references
+
+    def start(self, work: Awaitable[None]) -> None:
+        """Start work, which is cancelled by ``close``."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    async def close(self) -> None:
+        """Cancel what is not done."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.info(f"a message or a connection failed: {task.exception()}")
