@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from patience import GIVE_UP_S
-from torchmuster.launch.job import GRACE_VARIABLE
 from torchmuster.train import stop_request
 from torchmuster.train.stop_request import StopRequest
 from torchmuster.train.world import World, all_gather_object
@@ -120,7 +119,6 @@ def _train(
 
 def _meet_at_a_tcp_store(world: World) -> Any:
     """Put a store as launched ranks have it in the place of the tests' file."""
-    os.environ[GRACE_VARIABLE] = str(2 * GIVE_UP_S)  # for answers, on a busy machine as well
     timeout = timedelta(seconds=GIVE_UP_S)
     store = None
     if world.is_first:

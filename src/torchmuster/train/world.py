@@ -1,10 +1,9 @@
 """The rank of this process, its process group and small collectives."""
 
-import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import MusterError
 from torchmuster.launch.probes import process_group
 from torchmuster.launch.probes.membership import number_from
 from torchmuster.launch.probes.process_group import group_store
@@ -21,7 +20,7 @@ from torchmuster.launch.rank.start import forget_error, record_error
 
 _joined: list["World"] = []  # by the join_world blocks that are open
 _DONE = "done"
-_LONGEST_PAUSE_S = 1.0
+_LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,50 +131,12 @@ def is_simulated(world: World) -> bool:
 
 
 def all_gather_object(value: Any, world: World) -> list[Any]:
-    """Return each rank's object (plain JSON types), in rank order.
-
-    Each rank receives the objects of all; a background thread needs a group of its own.
-    """
-    text = json.dumps(value).encode()
-    if world.world_size == 1:
-        return [json.loads(text)]  # as other ranks would receive it: tuples become lists
-    if is_simulated(world):
-        return [json.loads(text)] * world.world_size
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    own = own.to(world.device)
-    return [json.loads(bytes(row.tolist())) for row in gather_rows(own, world)]
-
-
-def gather_rows(own: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Return each rank's tensor, in rank order; only the first dimension may differ."""
-    if world.world_size == 1:
-        return [own]
-    length = torch.tensor([len(own)], device=own.device)
-    lengths = [torch.zeros_like(length) for _ in range(world.world_size)]
-    dist.all_gather(lengths, length)
-    sizes = [int(size.item()) for size in lengths]
-    room = own.new_zeros(max(sizes), *own.shape[1:])
-    room[: len(own)] = own
-    rooms = [torch.zeros_like(room) for _ in range(world.world_size)]
-    dist.all_gather(rooms, room)
-    return [padded[:size] for padded, size in zip(rooms, sizes, strict=True)]
-
-
-def assert_same_on_all_ranks(settings: Mapping[str, object], world: World) -> None:
-    """Raise the same error on all ranks if one of them was started with different settings."""
-    settings_of_ranks = all_gather_object(
-        {name: repr(value) for name, value in settings.items()}, world
-    )
-    for rank, theirs in enumerate(settings_of_ranks):
-        different = [name for name in theirs if theirs[name] != settings_of_ranks[0][name]]
-        if different:
-            name = different[0]
-            raise Impossible(
-                f"rank {rank} has different settings from rank 0: {name} is {theirs[name]}, "
-                f"not {settings_of_ranks[0][name]}",
-                why=f"settings that differ: {len(different)}; all ranks must use the same settings",
-                fix="start all ranks with the same file, flags and TORCHMUSTER_ variables",
-            )
+    """Return each rank's object, in rank order; a background thread needs a group of its own."""
+    if world.world_size == 1 or is_simulated(world):
+        return [value] * world.world_size
+    values: list[Any] = [None] * world.world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
@@ -215,21 +176,11 @@ def rank_zero_first(
 def _wait_until_done(store: Store, key: str, timeout_s: float) -> str:
     """Poll the store: a blocking wait lets no signal through, and prints when it times out."""
     end = time.monotonic() + timeout_s
-    pause_s = 0.01
-    try:
-        while not store.check([key]):
-            if time.monotonic() > end:
-                raise MusterError(
-                    f"waited {timeout_s:g} s for the first rank, which has not finished",
-                    fix="give rank_zero_first() a longer timeout_s, or check what the first rank "
-                    "is doing",
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return str(store.get(key).decode())
-    except RuntimeError as error:  # torch's store errors
-        raise MusterError(
-            "the ranks' store became unreachable while waiting for the first rank",
-            why=str(error).splitlines()[0],
-            fix="check rank 0's log: its process hosts the store, and may have exited",
-        ) from error
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise MusterError(
+                f"waited {timeout_s:g} s for the first rank, which has not finished",
+                fix="give rank_zero_first() a longer timeout_s, or check what the first rank is doing",
+            )
+        time.sleep(_LOOK_EVERY_S)
+    return str(store.get(key).decode())
