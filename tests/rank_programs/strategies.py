@@ -1,17 +1,14 @@
 """What the strategies do to a model, its gradients and its state."""
 
 import zlib
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from patience import GIVE_UP_S
 from rank_programs.parity import Case as ParityCase
 from rank_programs.parity import Language, global_batch, language_model, model_is_tied, token_losses
 from torchmuster.train.models.blocks import recompute_blocks
@@ -74,7 +71,7 @@ def states(world: World) -> dict[str, Any]:
         saved, whole = _copied(state, whole=False), _copied(state, whole=True)
         expected = _train(model, optimizer, 1)
         losses = []
-        for state in (saved, whole, whole if world.is_first else {}):
+        for state in (saved, whole):
             other = strategy.prepare(language_model(2))
             other_optimizer = _adam(other)
             given = _copied(state, whole=False)
@@ -242,13 +239,10 @@ def sharded_blocks(world: World) -> dict[str, Any]:
     whole = build_strategy("fsdp", world).prepare(Language())
     tied: Any = build_strategy("fsdp", world).prepare(Tied())
     tied(torch.ones(1, 4)).sum().backward()
-    hybrid: Any = build_strategy("fsdp", world, sharding=Sharding(kind="hybrid_shard"))
-    hybrid.prepare(nn.Linear(4, 4))
     return {
         "language": [name for name, one in whole.named_modules() if isinstance(one, FSDPModule)],
         "tied": [name for name, one in tied.named_modules() if isinstance(one, FSDPModule)],
         "still tied": tied.blocks[0].weight is tied.blocks[1].weight,
-        "hybrid": hybrid.layout.reason,
     }
 
 
@@ -279,7 +273,6 @@ def unused(world: World, ranks_that_use: list[int], more: int, find: bool) -> li
         model.zero_grad()
         model(torch.ones(1, 2), world.global_rank in ranks_that_use).sum().backward()
         if number == 0:
-            _meet([rank for rank in range(world.world_size) if rank not in ranks_that_use], world)
             strategy.check_gradients(model)
         norms.append(_norm(strategy, list(model.parameters())))
     return norms
@@ -289,47 +282,6 @@ def _norm(strategy: Strategy, parameters: list[nn.Parameter]) -> float:
     norm = strategy.measure_gradients(parameters, norm=True).norm
     assert norm is not None
     return norm.item()
-
-
-def _meet(ranks: list[int], world: World) -> None:
-    """Have these ranks wait for each other, while others may wait in their backward."""
-    if world.global_rank in ranks:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"has come {world.global_rank}", "")
-        store.wait([f"has come {rank}" for rank in ranks], timedelta(seconds=GIVE_UP_S))
-
-
-class Branches(nn.Module):
-    """A model of which each input takes another part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(2, 2, bias=False)
-        self.right = nn.Linear(2, 2, bias=False)
-        self.end = nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor, left: bool) -> Any:
-        return self.end(self.left(x) if left else self.right(x))
-
-
-def used_here_and_there(world: World) -> list[str]:
-    """One step in which all ranks take the same branch, then one in which they do not: what is said."""
-    strategy = build_strategy("fsdp", world)
-    model = strategy.prepare(Branches())
-    parameters = list(model.parameters())
-    said = []
-    for norm in (False, True):
-        for left in (True, world.is_first):
-            model.zero_grad()
-            model(torch.ones(1, 2), left).sum().backward()
-            measured = strategy.measure_gradients(parameters, norm=norm)
-            assert measured.error is not None
-            if measured.uneven:
-                assert measured.found_inf
-                said.append(str(measured.error()))
-            else:
-                said.append(str(not measured.found_inf))
-    return said
 
 
 def values_of_built_models(world: World) -> dict[str, Any]:

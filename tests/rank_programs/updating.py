@@ -1,6 +1,5 @@
 """Optimizer steps with scheduled rates, half precision and losses of two kinds."""
 
-import logging
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rank_programs.small_models import Layers, data, portion, seeded_model, step_of, strategy_of
-from torchmuster.errors import MusterError
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.optimizers import schedule
 from torchmuster.train.precision import FP16, FP32
@@ -44,20 +42,6 @@ def _one_step(
         inputs, targets = micro.batch
         update.backward(nn.functional.mse_loss(model(inputs), targets) * factor)
     return update.apply()
-
-
-def losses_of_two_kinds(world: World) -> str:
-    """Rank 0 gives a mean, the others a total and a count."""
-    strategy = strategy_of("ddp", world)
-    model = strategy.prepare(seeded_model())
-    update = TrainStep(model, torch.optim.SGD(model.parameters()), strategy, world)
-    for micro in update.accumulate(step_of(portion(4, world), 4)):
-        loss = model(micro.batch[0]).sum()
-        try:
-            update.backward(loss, None if world.is_first else 2)
-        except MusterError as error:
-            return str(error)
-    return "no error"
 
 
 def overflowing(world: World, name: str) -> dict[str, Any]:
@@ -116,34 +100,6 @@ def an_overflow_in_one_shard(world: World) -> list[bool]:
     said = all_gather_object([*answers, scaler.get_scale() == 2.0], world)
     assert all(one == said[0] for one in said)
     return list(said[0])
-
-
-def warnings_of_fp16(world: World) -> list[str]:
-    """Skip steps until both warnings have come."""
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logger = logging.getLogger("torchmuster.train")
-    agent = Keep()
-    logger.addHandler(agent)
-    strategy = strategy_of("ddp", world)
-    model = strategy.prepare(seeded_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    update = TrainStep(model, optimizer, strategy, world, precision=FP16, scaler=scaler)
-    overflowed = []
-    for number in range(120):
-        bad = number % 15 == 14
-        factor = float("nan") if bad else 1.0
-        outcome = _one_step(update, model, portion(4, world), 4, factor)
-        if bad:
-            overflowed.append(outcome.overflowed)
-    logger.removeHandler(agent)
-    said.append(f"overflowed: {overflowed}")
-    return said
 
 
 def weights_after_counted_steps(world: World, name: str, clip_norm: float | None) -> list[float]:

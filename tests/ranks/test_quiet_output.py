@@ -54,10 +54,7 @@ dist.destroy_process_group()
 CPU = ("--device", "cpu")
 TWO = (*CPU, "--ranks", "2")
 FSDP = ("--set", "distributed.strategy=fsdp")
-HYBRID = (
-    *("--set", "distributed.fsdp_sharding_strategy=hybrid_shard"),
-    *("--set", "distributed.fsdp_shard_size=2"),
-)
+HYBRID = ("--set", "distributed.fsdp_sharding_strategy=hybrid_shard")
 TRAIN = ("train", "--config", "c.yaml")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "check": ("check", *TWO),

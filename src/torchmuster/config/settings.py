@@ -48,11 +48,6 @@ class Distributed:
         "full_shard",
         "What fsdp shards; only used with strategy fsdp.",
     )
-    fsdp_shard_size: Count | None = setting(
-        None,
-        "With hybrid_shard, the number of ranks that share one copy of the model; all ranks "
-        "of a host if left out.",
-    )
     fsdp_cpu_offload: bool = setting(
         False,
         "Keep fsdp's shards in host memory: slower, but fits larger models.",

@@ -34,75 +34,48 @@ def refuse_half_weights(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class LossScale:
-    """Scales losses, unscales gradients, adapts the scale, and warns when fp16 does not suffice."""
+    """torch's ``scaler``, with counts of the skipped steps: it warns once if fp16 does not suffice."""
 
     def __init__(self, world: World, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.scaler = scaler or torch.amp.GradScaler(world.device.type)
         self._world = world
-        self._scaler = scaler or torch.amp.GradScaler(world.device.type)
         self._steps = 0
         self._skipped = 0
         self._warned: set[str] = set()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss for the backward."""
-        scaled: torch.Tensor = self._scaler.scale(loss)
-        return scaled
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients before they are measured, clipped or applied."""
-        self._scaler.unscale_(optimizer)
-
-    def tensor(self) -> torch.Tensor:
-        """Return the current scale as a device tensor."""
-        return self.scale(torch.ones((), device=self._world.device))
-
-    def adapt(self) -> None:
-        """Adapt the scale after a step, on the device."""
-        self._scaler.update()
-
-    def settle(self, scale: float, *, applied: bool) -> None:
-        """Count a scaled step, and warn if fp16 does not suffice."""
+    def count(self, scale: float, *, applied: bool) -> None:
+        """Count a step that had this scale, and warn if fp16 does not suffice."""
         self._steps += 1
         if applied:
             return
         self._skipped += 1
-        if self._world.is_first:
-            self._warn(scale * self._scaler.get_backoff_factor())
-
-    def _warn(self, scale: float) -> None:
+        scale *= self.scaler.get_backoff_factor()
         if scale < 1.0:
-            self._once(
-                "scale",
-                f"fp16: the loss scale has fallen to {scale:g}: gradients are not finite even "
+            self._warn(
+                "fp16: the loss scale has fallen below 1: gradients are not finite even "
                 "unscaled, so a smaller scale cannot help; look for the cause in the data or the "
-                "model, lower the learning rate, or use bf16 or fp32",
+                "model, lower the learning rate, or use bf16 or fp32"
             )
         if self._steps >= _ENOUGH_STEPS and self._skipped > _MANY_SKIPPED * self._steps:
-            self._once(
-                "skipped",
-                f"fp16: {self._skipped} of {self._steps} steps were skipped because gradients "
-                f"overflowed, which is more than {_MANY_SKIPPED:.0%} (the loss scale is {scale:g}); "
-                "lower the learning rate, clip gradients, or use bf16 or fp32",
+            self._warn(
+                f"fp16: more than {_MANY_SKIPPED:.0%} of the steps were skipped because gradients "
+                "overflowed; lower the learning rate, clip gradients, or use bf16 or fp32"
             )
 
-    def _once(self, name: str, text: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+    def _warn(self, text: str) -> None:
+        if self._world.is_first and text not in self._warned:
+            self._warned.add(text)
             _log.warning("%s", text)
-
-    def value(self) -> float:
-        """Return the current scale; waits for the device."""
-        return float(self._scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
         """Return the scale and the counters, as plain JSON types."""
         return {
-            "scaler": self._scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "steps": self._steps,
             "skipped": self._skipped,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        self._scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
         self._steps, self._skipped = state["steps"], state["skipped"]

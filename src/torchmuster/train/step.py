@@ -14,7 +14,8 @@ The device decides whether a step is applied, so the host need not wait: torch's
 AdamW read the decision from a tensor. For every other optimizer the host reads it in every step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +28,9 @@ from torchmuster.errors import MusterError
 from torchmuster.train.data.step import MicroBatch, Step
 from torchmuster.train.precision import FP32, Precision
 from torchmuster.train.progress import progress
-from torchmuster.train.strategies.gradients import GradientNorm
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.torch_private import multiply_all
-from torchmuster.train.world import World, all_gather_object, is_simulated, most_exact_type
+from torchmuster.train.world import World, is_simulated, most_exact_type
 
 if TYPE_CHECKING:  # imported only for fp16
     from torchmuster.train.loss_scale import LossScale
@@ -75,44 +75,36 @@ class StepResult:
         *,
         norm: torch.Tensor | None,
         micro_batches: Sequence[MicroBatch],
-        numbers: Sequence[torch.Tensor] = (),
-        settle: Callable[[bool, list[float]], bool],
+        scale: torch.Tensor | None = None,
     ) -> None:
-        """``settle(applied, numbers)`` returns whether the loss scale overflowed."""
         self.found_inf = found_inf  # 1 if the step was skipped, else 0
         self.norm = norm  # before clipping, a tensor on the device; None if clipping is off
         self.micro_batches = micro_batches  # to search for non-finite values
-        self._numbers = HostCopy(
-            torch.stack([found_inf, *numbers]) if numbers else found_inf.reshape(1)
-        )
-        self._settle: Callable[[bool, list[float]], bool] | None = settle
-        self._applied = True
-        self._overflowed = False
+        numbers = found_inf.reshape(1)
+        if scale is not None:
+            numbers = torch.stack([found_inf, scale])
+        self._copy = HostCopy(numbers)
+        self._numbers: list[float] | None = None
 
-    def settle(self) -> None:
-        """Read the result of the step."""
-        if self._settle is None:
-            return
-        settle, self._settle = self._settle, None
-        found_inf, *numbers = self._numbers.read()
-        self._applied = found_inf == 0.0
-        self._overflowed = settle(self._applied, numbers)
+    def read(self) -> list[float]:
+        """Return ``found_inf``, and with fp16 the loss scale of this step."""
+        if self._numbers is None:
+            self._numbers = self._copy.read()
+        return self._numbers
 
-    def take_as_applied(self) -> None:
-        """Do not read the result of the step."""
-        self._settle = None
+    def assume_applied(self) -> None:
+        """Do not read the result of the step: the planner's tensors have no values."""
+        self._numbers = [0.0]
 
     @property
     def applied(self) -> bool:
         """False: a gradient was not finite, and no rank changed its weights."""
-        self.settle()
-        return self._applied
+        return self.read()[0] == 0.0
 
     @property
     def overflowed(self) -> bool:
         """fp16 only: the loss scale was too large, and is smaller now."""
-        self.settle()
-        return self._overflowed
+        return not self.applied and len(self.read()) > 1 and self.read()[1] > 1.0
 
 
 class TrainStep:
@@ -155,36 +147,40 @@ class TrainStep:
         self._counting: dist.Work | None = None  # for the count over all ranks
         self._last = False
         self._seen: list[MicroBatch] = []  # of the current step
-        self._unsettled: StepResult | None = None  # of the last step: the host may not know it yet
+        self._uncounted: StepResult | None = None  # of the last step, for the loss scale's warnings
 
     def accumulate(self, step: Step) -> Iterator[MicroBatch]:
-        """Yield the micro-batches; ranks synchronize gradients only in the last backward."""
+        """Yield the micro-batches; ranks synchronize gradients only in the last backward.
+
+        RuntimeError if a micro-batch has no backward, or if their number is not ``step.rounds``.
+        """
         if self._step is not None:
-            raise MusterError("a step was started before the previous one was applied", fix=_LOOP)
+            raise RuntimeError(f"a step was started before the previous one was applied: {_LOOP}")
         self._step = step
         self._strategy.begin_step(self._model)
         self._counted = self._counting = None
-        self._seen = seen = []
-        rounds = step.rounds
+        self._seen = []
         for micro in step.micro_batches:
-            seen.append(micro)
+            self._seen.append(micro)
             self._micro = micro
-            self._last = len(seen) == rounds
-            if self._last:
+            self._last = len(self._seen) == step.rounds
+            communication: AbstractContextManager[None] = nullcontext()
+            if not self._last:
+                communication = self._strategy.accumulating(self._model)
+            with communication:
                 yield micro
-            elif len(seen) < rounds:
-                with self._strategy.accumulating(self._model):
-                    yield micro
-            else:
-                raise _wrong_number(step, len(seen))
-            if self._micro is not None:
-                raise MusterError(
-                    f"micro-batch {len(seen)} of {rounds} had no backward pass",
-                    why="all ranks communicate in the backward pass, so no rank may skip it",
-                    fix=_LOOP,
-                )
-        if len(seen) != rounds:
-            raise _wrong_number(step, len(seen))
+            self._check_rounds(step, at_end=self._last)
+        self._check_rounds(step, at_end=True)
+
+    def _check_rounds(self, step: Step, *, at_end: bool) -> None:
+        """Raise unless every micro-batch so far had its backward; at the end, unless all of them."""
+        done = len(self._seen) - (self._micro is not None)
+        if self._micro is not None or done > step.rounds or (at_end and done < step.rounds):
+            raise RuntimeError(
+                f"{done} of {step.rounds} micro-batches of step {step.number} of epoch {step.epoch} "
+                "had a backward. Ranks synchronize gradients in the last one, so each rank must "
+                f"compute all of them: {_LOOP}"
+            )
 
     def backward(self, loss: torch.Tensor, count: int | torch.Tensor | None = None) -> None:
         """Run the backward of a micro-batch's weighted loss.
@@ -194,17 +190,17 @@ class TrainStep:
         """
         step, micro = self._step, self._micro
         if step is None or micro is None:
-            raise MusterError(
-                "backward() was called, but no micro-batch expects a loss",
-                why="each micro-batch has one backward pass, inside accumulate(); add up several "
-                "losses first",
-                fix=_LOOP,
-            )
+            raise RuntimeError(f"backward() was called, but no micro-batch expects a loss: {_LOOP}")
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise _no_loss(loss)
+        if self._counts_items not in (None, count is not None):
+            raise MusterError(
+                "the loss function returned a mean once, and (total, count) once",
+                why="all losses of a step must be of the same kind, on all ranks",
+                fix="always return the mean, or always (total, count)",
+            )
+        self._counts_items = count is not None
         progress.phase = "backward"
-        if self._counts_items is not (count is not None):
-            self._agree_on_kind(count is not None)
         self._micro = None
         samples = micro.samples
         ranks = self._world.world_size  # the strategies give the mean over the ranks
@@ -221,7 +217,7 @@ class TrainStep:
         if weight != 1.0:
             loss = loss * weight
         if self._scale is not None:
-            loss = self._scale.scale(loss)
+            loss = self._scale.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _count(self, count: int | torch.Tensor) -> None:
@@ -238,84 +234,62 @@ class TrainStep:
         self._counted = counted
 
     def apply(self) -> StepResult:
-        """Weight, check that all ranks' gradients are finite, clip, step, and clear the gradients.
-
-        Then read the result of the previous step; raise if it was skipped because the ranks have
-        gradients of different parameters.
-        """
+        """Weight, check that all ranks' gradients are finite, clip, step, and clear the gradients."""
         step = self._step
         if step is None:
-            raise MusterError("apply() was called without a step", fix=_LOOP)
-        if len(self._seen) != step.rounds or self._micro is not None:
-            raise _wrong_number(step, len(self._seen) - (self._micro is not None))
+            raise RuntimeError(f"apply() was called without a step: {_LOOP}")
+        self._check_rounds(step, at_end=True)
         self._step = None
         progress.phase = "update"
         if not self._checked:
             self._strategy.check_gradients(self._model)
             self._checked = True
+        scale = None
         if self._scale is not None:
-            self._scale.unscale(self._optimizer)
+            self._scale.scaler.unscale_(self._optimizer)
+            scale = self._scale.scaler.scale(torch.ones((), device=self._world.device))
+            self._scale.scaler.update()
         factor = self._correction(step)
         clip = self._clip_norm is not None
-        measured = self._strategy.measure_gradients(self._parameters, norm=clip)
-        norm = measured.norm
+        found_inf, norm = self._strategy.measure_gradients(self._parameters, norm=clip)
         if norm is not None and self._clip_norm is not None:
             norm = norm if factor is None else norm * factor
             # As torch's clip_grad_norm_ does it.
             clipping = (self._clip_norm / (norm + 1e-6)).clamp_(max=1.0)
             factor = clipping if factor is None else clipping * factor
-        numbers = [] if measured.uneven is None else [measured.uneven]
-        if self._scale is not None:
-            numbers.append(self._scale.tensor())
-            self._scale.adapt()
-        outcome = StepResult(
-            measured.found_inf,
-            norm=norm,
-            micro_batches=self._seen,
-            numbers=numbers,
-            settle=lambda applied, numbers: self._settled(applied, numbers, measured),
-        )
-        if self._is_simulated:  # in the planner, tensors have no values
-            outcome.take_as_applied()
-        self._apply(outcome, factor)
+        result = StepResult(found_inf, norm=norm, micro_batches=self._seen, scale=scale)
+        if self._is_simulated:
+            result.assume_applied()
+        self._apply(result, factor)
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
         self._seen = []
-        self.settle()
-        self._unsettled = outcome
-        return outcome
+        self._count_result()
+        self._uncounted = result
+        return result
 
-    def _apply(self, outcome: StepResult, factor: torch.Tensor | float | None) -> None:
+    def _apply(self, result: StepResult, factor: torch.Tensor | float | None) -> None:
         """Multiply the gradients and step, unless a gradient is not finite."""
         optimizer: Any = self._optimizer
         if self._on_device:
             if factor is not None:
                 scale_gradients(self._parameters, factor)
-            optimizer.found_inf = outcome.found_inf
+            optimizer.found_inf = result.found_inf
             try:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
-        elif outcome.applied:
+        elif result.applied:
             if factor is not None:
                 scale_gradients(self._parameters, float(factor))
             optimizer.step()
 
-    def settle(self) -> None:
-        """Read the result of the last step, if the host does not know it yet."""
-        if self._unsettled is not None:
-            unsettled, self._unsettled = self._unsettled, None
-            unsettled.settle()
-
-    def _settled(self, applied: bool, numbers: list[float], measured: GradientNorm) -> bool:
-        """Return whether the loss scale was too large; raise if ranks' gradients do not match."""
-        if measured.error is not None and numbers[0]:
-            raise measured.error()
-        if self._scale is None:
-            return False
-        self._scale.settle(numbers[-1], applied=applied)
-        return not applied and numbers[-1] > 1.0
+    def _count_result(self) -> None:
+        """Count the last step for the loss scale: one step later, so that the host need not wait."""
+        result, self._uncounted = self._uncounted, None
+        if result is not None and self._scale is not None:
+            self._scale.count(result.read()[-1], applied=result.applied)
 
     def _correction(self, step: Step) -> torch.Tensor | float | None:
         """Return the remaining factor of the gradients, from the count over all ranks; None: no factor."""
@@ -329,37 +303,13 @@ class TrainStep:
         # Count 0: all gradients are 0.
         return step.nominal_samples / torch.where(counted == 0, 1.0, counted)
 
-    def _agree_on_kind(self, counts_items: bool) -> None:
-        """Reject a mixture of loss kinds: ranks would wait for a count that others never send."""
-        kinds = {True: "(total, count)", False: "a mean"}
-        if self._counts_items is not None:
-            raise MusterError(
-                f"the loss function returned {kinds[counts_items]}, but "
-                f"{kinds[not counts_items]} before",
-                why="all losses of a step must be of the same kind, on all ranks",
-                fix="always return the mean, or always (total, count)",
-            )
-        kinds_of_ranks = all_gather_object(
-            counts_items, self._world
-        )  # once in a run, before the first backward
-        if len(set(kinds_of_ranks)) > 1:
-            raise MusterError(
-                "the ranks return different kinds of losses: "
-                + ", ".join(
-                    f"rank {rank}: {kinds[kind]}" for rank, kind in enumerate(kinds_of_ranks)
-                ),
-                why="all losses of a step must be of the same kind, on all ranks",
-                fix="return the mean on every rank, or (total, count) on every rank",
-            )
-        self._counts_items = counts_items
-
     def loss_scale(self) -> float | None:
-        """Return the current loss scale (fp16); None for other precisions."""
-        return None if self._scale is None else self._scale.value()
+        """Return the current loss scale (fp16); None for other precisions. Waits for the device."""
+        return None if self._scale is None else float(self._scale.scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in addition to optimizer and schedule, as plain JSON types."""
-        self.settle()
+        self._count_result()
         return {"loss_scale": None if self._scale is None else self._scale.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -395,32 +345,12 @@ def scale_gradients(parameters: Sequence[nn.Parameter], by: torch.Tensor | float
         multiply_all(gradients, by)
 
 
-def _no_loss(given: Any) -> MusterError:
+def _no_loss(loss: Any) -> MusterError:
     """Return the error that explains why the loss has no backward."""
-    if not isinstance(given, torch.Tensor):
-        return MusterError(
-            f"the loss is a {type(given).__name__}, not a tensor",
-            fix="return the tensor itself, not .item()",
-        )
-    if given.numel() != 1:
-        return MusterError(
-            f"the loss has the shape {tuple(given.shape)}, not one number",
-            fix="return the mean, or (total, count)",
-        )
+    described = f"a {type(loss).__name__}"
+    if isinstance(loss, torch.Tensor):
+        described = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
     return MusterError(
-        "the loss does not depend on any trainable parameter",
-        why="it has requires_grad=False",
-        fix="compute it from the model's output, without no_grad() or detach(), and leave some "
-        "parameters unfrozen",
-    )
-
-
-def _wrong_number(step: Step, done: int) -> MusterError:
-    return MusterError(
-        f"step {step.number} of epoch {step.epoch} has {step.rounds} micro-batches on every rank, "
-        f"but this rank computed {done}",
-        why="ranks synchronize gradients in the backward pass of the last micro-batch, so each "
-        "rank must compute all of them",
-        fix="compute every micro-batch that accumulate() yields; a custom loader must yield "
-        "step.rounds of them",
+        f"the loss is {described}, but must be one number that depends on trained parameters",
+        fix="return the mean or (total, count) as tensors: without .item(), detach() or no_grad()",
     )

@@ -63,7 +63,6 @@ def model_of(
         )
     sharding = Sharding(
         kind=settings.distributed.fsdp_sharding_strategy,
-        shard_size=settings.distributed.fsdp_shard_size,
         cpu_offload=settings.distributed.fsdp_cpu_offload,
     )
     requested = None if sharding == Sharding() else sharding

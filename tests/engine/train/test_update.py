@@ -86,16 +86,8 @@ def test_clipping_gives_the_norm_from_before_and_the_length_asked_for(model: nn.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float64])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])
 def test_whatever_the_dtypes_of_gradients_only_numbers_are_applied(
-    dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, bad: float
 ) -> None:
-    of_scaler = torch._amp_foreach_non_finite_check_and_unscale_
-
-    def as_on_cuda(gradients: list[torch.Tensor], *rest: torch.Tensor) -> None:
-        assert len({one.dtype for one in gradients}) == 1
-        assert gradients[0].dtype in (torch.float16, torch.float32, torch.float64)
-        of_scaler(gradients, *rest)
-
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", as_on_cuda)
     both = nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=dtype)])
     both.append(torch.zeros(0, dtype=dtype))  # as a shard may be
     for at_fault, factor in enumerate([bad, 1.0]):
@@ -143,37 +135,41 @@ def test_fp16_is_refused_where_trained_weights_have_half_the_bits(dtype: torch.d
     update_of(nn.Sequential(model, nn.Linear(1, 1)), precision=FP16)  # as LoRA has it
 
 
-_LOOP = "for micro in update.accumulate(step): … update.backward(loss); then update.apply(), once a step"
-
-
 def test_backward_and_apply_belong_to_a_step(model: nn.Linear) -> None:
     update = update_of(model)
-    with pytest.raises(MusterError, match="backward\\(\\) was called, but no micro-batch") as no:
+    with pytest.raises(RuntimeError, match="no micro-batch expects a loss"):
         update.backward(model(torch.ones(1, 1)).mean())
-    assert no.value.fix == _LOOP
-    with pytest.raises(MusterError, match="apply\\(\\) was called without a step") as no:
+    with pytest.raises(RuntimeError, match="without a step"):
         update.apply()
-    assert no.value.fix == _LOOP
     for micro in update.accumulate(step_of([2], samples=2)):
         update.backward(model(micro.batch).mean())
-        with pytest.raises(MusterError, match="each micro-batch has one backward"):
+        with pytest.raises(RuntimeError, match="no micro-batch expects a loss"):
             update.backward(model(micro.batch).mean())
-    with pytest.raises(MusterError, match="started before the previous one was applied"):
+    with pytest.raises(RuntimeError, match="before the previous one was applied"):
         list(update.accumulate(step_of([2], samples=2)))
     assert update.apply().applied
+    with pytest.raises(RuntimeError, match="0 of 1 micro-batches"):
+        list(update.accumulate(step_of([2], samples=2)))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_another_number_of_micro_batches_is_refused(model: nn.Linear, rounds: int) -> None:
+    update = update_of(model)
+
+    def train() -> None:
+        for micro in update.accumulate(step_of([2, 2], rounds=rounds, samples=4)):
+            update.backward(model(micro.batch).mean())
+
+    with pytest.raises(RuntimeError, match=f"of {rounds} micro-batches"):
+        train()
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (
-            lambda loss: loss.item(),
-            "the loss is a float, not a tensor\nreturn the tensor itself, not .item()",
-        ),
-        (
-            lambda loss: loss.detach(),
-            "the loss does not depend on any trainable parameter\nit has requires_grad=False\n",
-        ),
+        (lambda loss: loss.item(), "the loss is a float"),
+        (lambda loss: loss.detach(), "requires_grad=False"),
+        (lambda loss: loss.repeat(2), "shape (2,)"),
     ],
 )
 def test_a_loss_without_a_backward_is_refused(
@@ -183,4 +179,4 @@ def test_a_loss_without_a_backward_is_refused(
     first = next(update.accumulate(step_of([3], samples=3)))
     with pytest.raises(MusterError) as refusal:
         update.backward(spoil(model(first.batch).mean()))
-    assert str(refusal.value).startswith(words)
+    assert words in refusal.value.what

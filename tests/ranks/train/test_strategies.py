@@ -69,10 +69,6 @@ def test_blocks_are_sharded_one_by_one_unless_they_share_weights(run_ranks: RunR
         assert told["language"] == ["", "blocks.0", "blocks.1"]
         assert told["tied"] == ["", "blocks.2"]
         assert told["still tied"]
-        assert told["hybrid"] == (
-            "hybrid_shard: all 2 ranks hold one copy, so there is nothing to replicate: the same as "
-            "full_shard"
-        )
 
 
 def test_a_model_has_the_same_values_in_every_strategy(

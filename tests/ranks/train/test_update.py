@@ -1,7 +1,6 @@
 """One optimizer step on several ranks."""
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from rank_group import RunRanks
 from rank_programs import updating
@@ -18,12 +17,3 @@ def test_totals_and_counts_give_the_weights_of_one_plain_process(
         plain = updating.plain_weights_after_counted_steps(clip_norm)
         for weights in of_ranks:
             assert weights == pytest.approx(plain, abs=1e-6)
-
-
-def test_losses_of_two_kinds_are_refused_before_anyone_waits(
-    run_ranks: RunRanks, snapshot: SnapshotAssertion
-) -> None:
-    said = run_ranks(updating.losses_of_two_kinds, 2)
-    assert said[0] == said[1]
-    assert "rank 0: a mean, rank 1: (total, count)" in said[0]
-    assert said[0] == snapshot

@@ -18,7 +18,6 @@ distributed:
   gpu_ids: [0, 1, 2, 3]
   strategy: ddp
   fsdp_sharding_strategy: full_shard
-  fsdp_shard_size: 8
   fsdp_cpu_offload: false
   find_unused_parameters: false
   master_port: 29500

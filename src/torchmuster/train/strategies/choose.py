@@ -1,10 +1,8 @@
 """Choose a strategy for a model, with the reason; create a strategy by its name."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -21,13 +19,6 @@ if TYPE_CHECKING:
     from torchmuster.train.strategies.sharding import Sharding
 
 Name = Literal["single", "ddp", "fsdp"]
-_STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {
-        "single": "torchmuster.train.strategies.single:Single",
-        "ddp": "torchmuster.train.strategies.ddp:Ddp",
-        "fsdp": "torchmuster.train.strategies.fsdp:Fsdp",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +41,15 @@ def sizes_of(model: nn.Module, *, in_4_bits: Collection[int] = ()) -> ModelSizes
 
     ``in_4_bits`` has the ids of parameters that will be loaded in 4 bits.
     """
-    sizes = [
-        (
-            round(FOUR_BIT_BYTES * parameter.numel())
-            if id(parameter) in in_4_bits
-            else parameter.numel() * parameter.element_size(),
-            parameter.requires_grad,
-        )
-        for parameter in model.parameters()
-    ]
-    return ModelSizes(
-        parameter_bytes=sum(size for size, _ in sizes),
-        trained_bytes=sum(size for size, trained in sizes if trained),
-    )
+    parameter_bytes = trained_bytes = 0
+    for parameter in model.parameters():
+        size_bytes = parameter.nbytes
+        if id(parameter) in in_4_bits:
+            size_bytes = round(FOUR_BIT_BYTES * parameter.numel())
+        parameter_bytes += size_bytes
+        if parameter.requires_grad:
+            trained_bytes += size_bytes
+    return ModelSizes(parameter_bytes=parameter_bytes, trained_bytes=trained_bytes)
 
 
 def memory_of_each_rank(world: World) -> int | None:
@@ -82,7 +69,7 @@ def _memory_bytes(world: World) -> int | None:
         return None if total is None else total // world.local_world_size
     try:
         _, total = torch.accelerator.get_memory_info(world.device)
-    except (AttributeError, RuntimeError, NotImplementedError):  # an older torch, or another device
+    except (RuntimeError, NotImplementedError):  # another device
         return None
     return int(total)
 
@@ -107,14 +94,13 @@ def choose_strategy(
             fix="start one process, or use ddp, fsdp or auto",
         )
     if sharding is not None and sharding.kind == "no_shard":
-        _refuse_options_of_fsdp("no_shard", sharding.cpu_offload or sharding.shard_size is not None)
         return Decision(value="ddp", reason="ddp: no_shard means a copy on each rank")
     if requested in ("single", "ddp"):
-        _refuse_options_of_fsdp(requested, sharding is not None)
+        _refuse_sharding(requested, sharding)
     if requested != "auto":
         return Decision(value=requested, reason=f"{requested}: requested")
     if sharding is not None and (ranks > 1 or sharding.cpu_offload):
-        return Decision(value="fsdp", reason=f"fsdp: {_fsdp_option(sharding)} needs sharding")
+        return Decision(value="fsdp", reason="fsdp: the fsdp options need sharding")
     if ranks == 1:
         return Decision(value="single", reason="single: there is one rank")
     return _by_room(ranks, sizes.states_bytes, memory_bytes)
@@ -125,32 +111,19 @@ def _by_room(ranks: int, states_bytes: int, memory_bytes: int | None) -> Decisio
 
     states = f"the model's states take {format_bytes(states_bytes)}"
     if memory_bytes is None:
-        return Decision(
-            value="ddp",
-            reason=f"ddp: {states}, and the memory of each rank is unknown; use fsdp "
-            "if they do not fit",
-        )
+        return Decision(value="ddp", reason=f"ddp: {states}; the memory of each rank is unknown")
     of = f"of {format_bytes(memory_bytes)} on each rank"
     if states_bytes <= memory_bytes * USABLE_SHARE:
         return Decision(value="ddp", reason=f"ddp: {states} {of}, so every rank can hold a copy")
     each = states_bytes // ranks
-    reason = (
-        f"fsdp: {states}, too much for the {format_bytes(memory_bytes)} of each rank; sharded over "
-        f"{ranks} ranks they take {format_bytes(each)}"
-    )
+    reason = f"fsdp: {states} {of}; sharded over {ranks} ranks they take {format_bytes(each)}"
     if each > memory_bytes * USABLE_SHARE:
-        reason += (
-            ", which is still too much: use more ranks, fsdp_cpu_offload, LoRA or a smaller dtype"
-        )
+        reason += ", still too much: use more ranks, fsdp_cpu_offload, LoRA or a smaller dtype"
     return Decision(value="fsdp", reason=reason)
 
 
-def _fsdp_option(sharding: "Sharding") -> str:
-    return "fsdp_cpu_offload" if sharding.cpu_offload else sharding.kind
-
-
-def _refuse_options_of_fsdp(name: str, given: bool) -> None:
-    if given:
+def _refuse_sharding(name: str, sharding: "Sharding | None") -> None:
+    if sharding is not None:
         raise Impossible(
             f"{name} does not support the fsdp options that were given",
             why=f"{name} shards nothing",
@@ -166,19 +139,16 @@ def build_strategy(
     sharding: "Sharding | None" = None,
     find_unused_parameters: bool = False,
 ) -> Strategy:
-    """Create a strategy by its name; reject options that it does not have."""
-    options: dict[str, Any] = {}
-    if find_unused_parameters:
-        if name != "ddp":
-            raise Impossible(
-                f"find_unused_parameters was requested with {name}",
-                why="only ddp waits for the gradient of every parameter",
-                fix="remove it",
-            )
-        options["find_unused_parameters"] = True
+    """Create a strategy by its name. ``find_unused_parameters`` is ddp's, ``sharding`` fsdp's."""
     if name == "fsdp":
-        options |= {"precision": precision, "sharding": sharding}
-    else:
-        _refuse_options_of_fsdp(name, sharding is not None)
-    module, _, attribute = _STRATEGIES[name].partition(":")
-    return cast(Strategy, getattr(import_module(module), attribute)(world, **options))
+        from torchmuster.train.strategies.fsdp import Fsdp
+
+        return Fsdp(world, precision=precision, sharding=sharding)
+    _refuse_sharding(name, sharding)
+    if name == "ddp":
+        from torchmuster.train.strategies.ddp import Ddp
+
+        return Ddp(world, find_unused_parameters=find_unused_parameters)
+    from torchmuster.train.strategies.single import Single
+
+    return Single(world)

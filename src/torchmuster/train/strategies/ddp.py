@@ -56,4 +56,4 @@ class Ddp(Strategy):
         """Raise with the names of parameters for which the ranks would wait forever."""
         if not self._find_unused_parameters:
             wrapped = cast(DistributedDataParallel, model)
-            unused_parameters.refuse_unused_parameters(wrapped.module, self._world)
+            unused_parameters.refuse_unused_parameters(wrapped.module)

@@ -7,6 +7,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -17,15 +18,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from torchmuster.decision import Decision
-from torchmuster.errors import Impossible, MusterError
+from torchmuster.errors import Impossible
 from torchmuster.train.buffers import share
 from torchmuster.train.models.blocks import repeated_blocks
 from torchmuster.train.models.meta_init import is_on_meta, move_to_meta
 from torchmuster.train.precision import FP32, Precision
-from torchmuster.train.strategies import gradients, unused_parameters
+from torchmuster.train.strategies import gradients
 from torchmuster.train.strategies.gradients import GradientNorm
-from torchmuster.train.strategies.sharding import Sharding, ShardLayout, choose_layout
+from torchmuster.train.strategies.sharding import Sharding, ShardLayout, lay_out
 from torchmuster.train.strategies.states import (
     take_shards_of_rank_0,
     take_values_of_rank_0,
@@ -62,20 +62,7 @@ class Fsdp(Strategy):
         self._precision = precision
         # With the names of buffers that are broadcast before each step.
         self._prepared: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-        self.layout: Decision[ShardLayout] | None = None  # known once a model is prepared
-        if self._sharding.kind == "no_shard":
-            raise Impossible(
-                "fsdp was requested with no_shard",
-                why="ddp also keeps a full copy on every rank, with less communication",
-                fix="use ddp",
-            )
-        if world.backend == "gloo" and world.device.type != "cpu":
-            raise Impossible(
-                f"fsdp was requested on {world.device} with gloo",
-                why="; ".join(world.reasons) or "the process group was created with gloo",
-                fix="muster doctor shows why NCCL cannot be used; ddp trains with gloo, and --device cpu "
-                "without the GPU",
-            )
+        self._shard_group: dist.ProcessGroup | None = None  # known once a model is prepared
         if self._sharding.cpu_offload and precision.needs_scaler and world.device.type != "cpu":
             raise Impossible(
                 f"fsdp_cpu_offload was requested with precision {precision.name}",
@@ -92,8 +79,8 @@ class Fsdp(Strategy):
             move_to_meta(model)
         else:
             take_values_of_rank_0(model, self._world)
-        self.layout = self._lay_out()
-        mesh = _mesh(self.layout.value, self._world)
+        mesh = _mesh(lay_out(self._sharding, self._world), self._world)
+        self._shard_group = mesh.get_group("shard")
         keep_whole = self._sharding.kind == "shard_grad_op"
         if self._precision.compute is not torch.float32:
             for norm in _norms_with_running_means(model):  # small, so they may stay unsharded
@@ -111,16 +98,6 @@ class Fsdp(Strategy):
             take_shards_of_rank_0(model, whole, self._world, home=home)
         self._prepared[model] = _running_buffers(model)
         return model
-
-    def _lay_out(self) -> Decision[ShardLayout]:
-        sizes = []  # of each host
-        of_ranks = Counter(all_gather_object(self._world.local_world_size, self._world))
-        for size, ranks in of_ranks.items():
-            sizes += [size] * (ranks // size)
-        # If the launcher does not say how many ranks a host has, assume that all are on one.
-        if sum(sizes) != self._world.world_size:
-            sizes = [self._world.world_size]
-        return choose_layout(self._sharding, ranks_of_machines=sizes)
 
     def _shard(
         self,
@@ -170,19 +147,11 @@ class Fsdp(Strategy):
             sharded.set_requires_all_reduce(True)
 
     def measure_gradients(self, parameters: Sequence[nn.Parameter], *, norm: bool) -> GradientNorm:
-        """Measure the gradient shards of all ranks; gradients that only some ranks have are bad, too."""
+        """Measure the gradient shards of all ranks."""
+        assert self._shard_group is not None, "prepare() comes first"
         return gradients.measure_gradient_shards(
-            parameters, self._world.device, norm=norm, error=self._used_on_some_ranks
+            parameters, self._world.device, self._shard_group, norm=norm
         )
-
-    def _used_on_some_ranks(self, without: Sequence[nn.Parameter]) -> MusterError:
-        missing = {id(parameter) for parameter in without}
-        names = []
-        for model in self._prepared:
-            for name, parameter in model.named_parameters():
-                if id(parameter) in missing and parameter.requires_grad:
-                    names.append(name)
-        return unused_parameters.used_on_some_ranks_only(names, self._world)
 
 
 def _running_buffers(model: nn.Module) -> list[str]:

@@ -1,11 +1,10 @@
 """FSDP's sharding options: what is sharded, and over which ranks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
+from torchmuster.train.world import World
 
 Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -38,54 +37,16 @@ class ShardLayout:
         return self.copies * self.shards
 
 
-def choose_layout(sharding: Sharding, *, ranks_of_machines: Sequence[int]) -> Decision[ShardLayout]:
-    """Return the layout of shards, given the number of ranks on each host."""
-    ranks = sum(ranks_of_machines)
+def lay_out(sharding: Sharding, world: World) -> ShardLayout:
+    """Return the layout of shards; refuse hosts with different numbers of ranks for hybrid_shard."""
+    ranks = world.world_size
     if sharding.kind != "hybrid_shard":
-        if sharding.shard_size is not None:
-            raise Impossible(
-                f"a shard size of {sharding.shard_size} ranks was requested with {sharding.kind}",
-                why=f"{sharding.kind} shards over all {ranks} ranks",
-                fix="remove the shard size, or use hybrid_shard",
-            )
-        return Decision(
-            value=ShardLayout(copies=1, shards=ranks),
-            reason=f"{sharding.kind}: one copy of the model, sharded over all {ranks} ranks",
-        )
-    shards = sharding.shard_size
-    if shards is None:
-        shards = _ranks_of_each(ranks_of_machines)
-    if shards < 1 or ranks % shards:
+        return ShardLayout(copies=1, shards=ranks)
+    shards = sharding.shard_size or world.local_world_size
+    if ranks % shards:
         raise Impossible(
-            f"a shard size of {shards} ranks was requested",
-            why=f"there are {ranks} ranks, which is not a multiple of {shards}",
-            fix=f"use a shard size that divides {ranks}, or full_shard",
+            f"hybrid_shard cannot divide {ranks} ranks into groups of {shards}",
+            why="each group, by default the ranks of one host, holds a copy of the model",
+            fix="give each host the same number of ranks, or use full_shard",
         )
-    layout = ShardLayout(copies=ranks // shards, shards=shards)
-    return Decision(value=layout, reason=f"hybrid_shard: {_layout_text(layout)}")
-
-
-def _ranks_of_each(ranks_of_machines: Sequence[int]) -> int:
-    sizes = sorted(set(ranks_of_machines))
-    if len(sizes) > 1:
-        raise Impossible(
-            "hybrid_shard was requested, which shards within each host",
-            why=f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}",
-            fix="give each host the same number of ranks, set a shard size that divides their "
-            "sum, or use full_shard",
-        )
-    return sizes[0]
-
-
-def _layout_text(layout: ShardLayout) -> str:
-    if layout.copies == 1:
-        return (
-            f"all {layout.shards} ranks hold one copy, so there is nothing to replicate: the same as "
-            "full_shard"
-        )
-    if layout.shards == 1:
-        return (
-            f"each of {layout.copies} ranks holds a whole copy, so nothing is sharded: ddp does the "
-            "same with less communication"
-        )
-    return f"{layout.copies} copies, each sharded over {layout.shards} ranks"
+    return ShardLayout(copies=ranks // shards, shards=shards)

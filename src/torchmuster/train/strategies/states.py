@@ -1,6 +1,6 @@
 """Values and states of a model on all ranks: sent from rank 0, saved and restored."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from torchmuster.errors import Impossible
 from torchmuster.train.models.meta_init import is_on_meta
-from torchmuster.train.models.parameters import frozen_names, is_below, own_name
-from torchmuster.train.world import World, all_gather_object
+from torchmuster.train.models.parameters import frozen_names, own_name
+from torchmuster.train.world import World
 
 
 def take_values_of_rank_0(model: nn.Module, world: World) -> None:
@@ -72,44 +72,26 @@ def training_state_dict(
 
 
 def load_training_state_dict(
-    model: nn.Module, state: dict[str, Any], optimizer: torch.optim.Optimizer | None, world: World
+    model: nn.Module, state: dict[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Restore a state: sharded as the model is, full on all ranks, or full on rank 0 alone.
+    """Restore a state: sharded as the model is, or full on all ranks.
 
     A parameter that never had a gradient has no optimizer state, and gets none here. A state may
-    lack all frozen parameters, which then keep their values.
+    lack frozen parameters, which then keep their values.
     """
-    whole = not any(isinstance(tensor, DTensor) for tensor in state.get("model", {}).values())
-    only_first = not all(all_gather_object("model" in state, world))
-    options = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=only_first)
-    if not only_first:
-        options.strict = not _lacks_frozen(state["model"], model)
+    whole = not any(isinstance(tensor, DTensor) for tensor in state["model"].values())
+    options = StateDictOptions(full_state_dict=whole, strict=not frozen_names(model))
     # Copies of the dictionaries, because torch removes names from its arguments.
-    dcp.set_model_state_dict(model, dict(state.get("model", {})), options=options)
-    if optimizer is not None:
-        own = dict(state.get("optimizer", {}))
-        if "param_groups" in own:
-            own["param_groups"] = _regrouped(own["param_groups"], model, optimizer)
-        tensors = [
-            tensor
-            for of_parameter in own.get("state", {}).values()
-            for tensor in of_parameter.values()
-        ]
-        if not only_first and not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            options = StateDictOptions()  # plain SGD has no state; torch would look for its device
-        options.strict = only_first
-        dcp.set_optimizer_state_dict(model, optimizer, own, options=options)
-        if not only_first:
-            _forget_all_but(own.get("state", {}), model, optimizer)
-
-
-def _lacks_frozen(given: Collection[str], model: nn.Module) -> bool:
-    """Return whether a state has everything but the frozen parameters of a model."""
-    frozen = frozen_names(model)
-    if not frozen or not frozen.isdisjoint(given):
-        return False
-    names = dcp.get_model_state_dict(model)
-    return {name for name in names if not is_below(name, frozen)} == set(given)
+    dcp.set_model_state_dict(model, dict(state["model"]), options=options)
+    if optimizer is None:
+        return
+    own = dict(state["optimizer"])
+    options.strict = False
+    if not any(own["state"].values()):
+        # plain SGD has no state; torch would look for its device
+        options = StateDictOptions(strict=False)
+    dcp.set_optimizer_state_dict(model, optimizer, own, options=options)
+    _forget_all_but(own["state"], model, optimizer)
 
 
 def _forget_all_but(
@@ -119,24 +101,3 @@ def _forget_all_but(
     for name, parameter in model.named_parameters():
         if own_name(name) not in names:
             optimizer.state.pop(parameter, None)
-
-
-def _regrouped(
-    saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[dict[str, Any]]:
-    """Return the saved options of each of the optimizer's groups."""
-    names = {id(parameter): own_name(name) for name, parameter in model.named_parameters()}
-    groups = []
-    for group in optimizer.param_groups:
-        members = [names[id(parameter)] for parameter in group["params"]]
-        found = [entry for entry in saved if not set(members).isdisjoint(entry["params"])]
-        options = [{key: entry[key] for key in entry if key != "params"} for entry in found]
-        if not options or any(option != options[0] for option in options):
-            raise Impossible(
-                "the checkpoint has other parameter groups than this run's optimizer",
-                why=f"a group of {len(members)} parameters has {len(options)} groups in the checkpoint, "
-                "with different options",
-                fix="use the optimizer settings that it was saved with, or start a new run",
-            )
-        groups.append({**options[0], "params": members})
-    return groups

@@ -91,8 +91,5 @@ class Strategy:
         state: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Restore what :meth:`state_dict` returned, or a full state with the same names.
-
-        A full state may be given on every rank, or on rank 0 alone, with ``{}`` on the others.
-        """
-        load_training_state_dict(model, state, optimizer, self._world)
+        """Restore what :meth:`state_dict` returned, or a full state with the same names on every rank."""
+        load_training_state_dict(model, state, optimizer)
