@@ -21,7 +21,6 @@ from torchmuster import (
     choose_precision,
     evaluate,
     join_world,
-    precision_support,
     rank_zero_first,
     schedule,
 )
@@ -53,7 +52,7 @@ def train(world: World, epochs: int) -> None:
     strategy = Ddp(world)
     model = strategy.prepare(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    precision = choose_precision("auto", precision_support(world)).value
+    precision = choose_precision("auto", world).value
     update = TrainStep(
         model,
         optimizer,

@@ -21,7 +21,6 @@ from torchmuster import (
     choose_precision,
     evaluate,
     join_world,
-    precision_support,
 )
 
 LENGTH = 64
@@ -34,7 +33,7 @@ def train(world: World, epochs: int, strategy_name: Literal["ddp", "fsdp"]) -> N
     loader = BatchLoader(pieces, world, global_batch_size=32, micro_batch_size=8)
     test_loader = BatchLoader(held_out, world, global_batch_size=16, shuffle=False)
     torch.manual_seed(0)
-    precision = choose_precision("auto", precision_support(world)).value
+    precision = choose_precision("auto", world).value
     strategy = build_strategy(strategy_name, world, precision=precision)
     model = strategy.prepare(LittleGpt(length=LENGTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

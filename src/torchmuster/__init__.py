@@ -36,7 +36,6 @@ _MODULES = {
     "build_strategy": "torchmuster.train.strategies.choose",
     "Sharding": "torchmuster.train.strategies.sharding",
     "choose_precision": "torchmuster.train.precision",
-    "precision_support": "torchmuster.train.precision",
     # data
     "BatchLoader": "torchmuster.train.data.loader",
     "StreamLoader": "torchmuster.train.data.stream",
@@ -51,7 +50,7 @@ _MODULES = {
     "save_weights": "torchmuster.train.weights",
     # checkpoints
     "Checkpointer": "torchmuster.train.checkpointing.checkpointer",
-    "CheckpointSettings": "torchmuster.train.checkpointing.policy",
+    "CheckpointSettings": "torchmuster.train.checkpointing.saves",
     "open_store": "torchmuster.checkpoints.store",
     "newest_good": "torchmuster.checkpoints.verify",
     # errors and findings

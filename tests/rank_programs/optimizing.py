@@ -14,7 +14,7 @@ from rank_programs.resuming import StopAt
 from torchmuster.checkpoints.manifest import best_manifest, committed_manifests
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.train import optimizers
-from torchmuster.train.checkpointing.policy import CheckpointSettings
+from torchmuster.train.checkpointing.saves import CheckpointSettings
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.optimizers import Name, optimizer_named, schedule
 from torchmuster.train.precision import FP32
@@ -157,7 +157,6 @@ def evaluated(
             evaluation=Evaluation(
                 loader=BatchLoader(samples()[:4], world, global_batch_size=4),
                 measure=measure,
-                best_metric="loss",
                 **how,
             ),
             stop=StopAt(stop),

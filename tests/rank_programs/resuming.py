@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmuster.config.layers import Flag
 from torchmuster.config.resolve import resolve_settings
-from torchmuster.train.checkpointing.policy import CheckpointSettings
+from torchmuster.train.checkpointing.saves import CheckpointSettings
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.optimizers import schedule
@@ -222,13 +222,11 @@ def _digest(trainer: Trainer) -> str:
 
 def exactly(world: World, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Train in several ways, straight on and interrupted."""
-    few_lines: dict[str, Any] = {"log_every": 4, "every": None}
     ways: dict[str, tuple[Name, dict[str, Any], dict[str, Any]]] = {
         # Saved after steps 3, 6 and 9: at the edge of each epoch.
         "ddp": ("ddp", {}, {"kills": (1, 5), "stops": (10,)}),
         "fsdp": ("fsdp", {}, {"kills": (5,), "stops": (7,)}),
         "fp16": ("ddp", {"fp16": True}, {"stops": (5,)}),
-        "few lines": ("fsdp", few_lines, {"stops": (5, 6)}),
     }
     return {
         title: {

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from muster_command import Muster
 from patience import GIVE_UP_S
 from ranks.held_model import held_model
-from ranks.launched import Launched, launched, line_with
-from ranks.test_train_restarts import steps_of
+from ranks.launched import Launched, launched
 
 pytestmark = [
     pytest.mark.ranks,
@@ -84,9 +82,7 @@ def _whole_lines(run: Launched) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def test_a_disk_that_is_full_for_a_while(
-    own_machine: Path, muster: Muster, snapshot: SnapshotAssertion
-) -> None:
+def test_a_disk_that_is_full_for_a_while(own_machine: Path, muster: Muster) -> None:
     pytest.importorskip("tensorboard")
     (own_machine / "own.py").write_text(OWN)
     (own_machine / "config.yaml").write_text(CONFIG)
@@ -107,11 +103,9 @@ def test_a_disk_that_is_full_for_a_while(
         result = run.end()
         run.wait_until_nothing_lives()
         assert result.code == 0, run
-        assert steps_of(run) == list(range(1, STEPS + 1)), "nothing is missing or torn"
         log = run.run.rank_log(0).read_text()
-        again = line_with(log, "steps.jsonl ", " again ")
-        told = again[again.index("steps.jsonl ") :].partition(", ")[0]
-        assert re.sub(r"after .+?:", "after TIME:", told) == snapshot
+        assert log.count("training continues without these lines") == 1
+        assert f'"step":{STEPS},' in (run.run.metrics / "steps.jsonl").read_text()
 
 
 FULL_AT_THE_END = """\
@@ -136,21 +130,17 @@ checkpoint: {every: 6}
 """
 
 
-def test_a_disk_that_is_full_at_the_end_costs_no_finished_work(own_machine: Path) -> None:
-    """The final save waits for room in place, without a restart, and says so."""
+def test_a_final_save_that_fails_ends_the_run_with_an_error(own_machine: Path) -> None:
     (own_machine / "own.py").write_text(FULL_AT_THE_END)
     (own_machine / "config.yaml").write_text(CONFIG_AT_THE_END)
     runs = own_machine / "runs"
     words = ("train", "--config", "config.yaml", "--device", "cpu", "--ranks", "2")
-    with _small_disk(runs), launched(own_machine, *words, "--max-restarts", "3") as run:
+    with _small_disk(runs), launched(own_machine, *words, "--max-restarts", "0") as run:
         run.wait_for("step 7/")  # the line of a step follows in the next one
         _fill(runs / "filler")
         (own_machine / "is-full").touch()
         run.wait_for("the final state, step 10, could not be saved")
-        (runs / "filler").unlink()
         result = run.end()
         run.wait_until_nothing_lives()
-        assert result.code == 0, run
-        assert "restart" not in (run.run.path / "events.jsonl").read_text()
-        assert steps_of(run) == list(range(1, 11))
-        assert (run.run.checkpoints / "final").is_dir()
+        assert result.code != 0, run
+        assert not (run.run.checkpoints / "final").exists()

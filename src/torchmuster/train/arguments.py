@@ -4,20 +4,19 @@ An argument that cannot be used raises :class:`Impossible`, which names the argu
 """
 
 import atexit
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible
 from torchmuster.train import precision as precisions
+from torchmuster.train.criterion import loss_of_pairs
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.models.meta_init import build_on_meta
@@ -27,7 +26,7 @@ from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World, join_world, joined_world
 
 if TYPE_CHECKING:
-    from torchmuster.train.checkpointing.policy import CheckpointSettings
+    from torchmuster.train.checkpointing.saves import CheckpointSettings
     from torchmuster.train.losses import Loss
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -69,7 +68,7 @@ def check_trained(model: nn.Module) -> None:
         )
 
 
-def choose_loss(loss: object) -> "Loss":
+def choose_loss(loss: object, world: World) -> "Loss":
     """Return the loss: a function of model and batch, a name, or a criterion such as CrossEntropyLoss()."""
     if isinstance(loss, str):
         from torchmuster.train.losses import loss_named
@@ -77,16 +76,12 @@ def choose_loss(loss: object) -> "Loss":
         known = loss_named(loss)
         if known is not None:
             return known
-        names = "cross_entropy, language_model, classification"
-        raise Impossible(f"loss={loss!r} is not a known loss", fix=f"use a function, or {names}")
+        raise Impossible(
+            f"loss={loss!r} is not a known loss",
+            fix="use a function, or cross_entropy, language_model or classification",
+        )
     if isinstance(loss, nn.Module):
-        criterion = loss
-
-        def of_pairs(model: nn.Module, batch: Any) -> torch.Tensor:
-            inputs, targets = batch
-            return cast(torch.Tensor, criterion(model(inputs), targets))
-
-        return of_pairs
+        return cast("Loss", loss_of_pairs(loss, world.device))
     if callable(loss):
         return cast("Loss", loss)
     raise wrong("loss", loss, "a function of model and batch, a criterion, or a name")
@@ -120,7 +115,7 @@ def choose_precision(precision: object, world: World) -> Decision[Precision]:
     if not isinstance(precision, str):
         raise wrong("precision", precision, "auto, fp32, bf16 or fp16")
     name = PRECISION_ALIASES.get(precision, precision)
-    return precisions.choose_precision(name, precisions.precision_support(world))
+    return precisions.choose_precision(name, world)
 
 
 def choose_strategy(
@@ -133,7 +128,7 @@ def choose_strategy(
         made = cast(Strategy, strategy)
         return Decision(value=made, reason=f"{made.name}: requested")
     if strategy not in STRATEGIES:
-        raise wrong("strategy", strategy, f"one of {', '.join(STRATEGIES)}", known=STRATEGIES)
+        raise wrong("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     sketch = model
     if not isinstance(sketch, nn.Module):
         sketch = build_on_meta(sketch)
@@ -165,10 +160,7 @@ def choose_optimizer(
         ]
         if groups is not None:
             parameters = groups(prepared)
-        made = optimizer(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise wrong("the result of optimizer", made, "a torch.optim.Optimizer")
-        return made
+        return cast(torch.optim.Optimizer, optimizer(parameters))
 
     return make
 
@@ -193,13 +185,14 @@ def moved_optimizer(
         )
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     members = []
-    for group in optimizer.param_groups:
-        if any(parameter not in numbers for parameter in group["params"]):
-            raise Impossible(
-                f"optimizer ({name}) has parameters that model does not have",
-                fix="make the optimizer from model.parameters()",
-            )
-        members.append([numbers[parameter] for parameter in group["params"]])
+    try:
+        for group in optimizer.param_groups:
+            members.append([numbers[parameter] for parameter in group["params"]])
+    except KeyError:
+        raise Impossible(
+            f"optimizer ({name}) has parameters that model does not have",
+            fix="make the optimizer from model.parameters()",
+        ) from None
 
     def move(prepared: nn.Module) -> torch.optim.Optimizer:
         parameters = list(prepared.parameters())
@@ -214,7 +207,7 @@ def choose_checkpoints(checkpoints: object) -> "CheckpointSettings | None":
     """Return what to save where: a folder or URL is saved to every 10 minutes and at the end."""
     if checkpoints is None:
         return None
-    from torchmuster.train.checkpointing.policy import CheckpointSettings
+    from torchmuster.train.checkpointing.saves import CheckpointSettings
 
     if isinstance(checkpoints, CheckpointSettings):
         return checkpoints
@@ -223,29 +216,15 @@ def choose_checkpoints(checkpoints: object) -> "CheckpointSettings | None":
     raise wrong("checkpoints", checkpoints, "a folder, a URL or CheckpointSettings")
 
 
-def wrong(name: str, value: object, expected: str, *, known: Sequence[str] = ()) -> Impossible:
+def wrong(name: str, value: object, expected: str) -> Impossible:
     """Return the error for an argument of another kind."""
     described = f"of type {type(value).__name__}"
     if isinstance(value, str):
         described = repr(value)
-    near = difflib.get_close_matches(str(value), known, n=1)
-    fix = f"did you mean {near[0]!r}?" if near else ""
-    return Impossible(f"{name} is {described}, but must be {expected}", fix=fix)
+    return Impossible(f"{name} is {described}, but must be {expected}")
 
 
 def micro_batch_size(loader: Loader) -> int | None:
     """Return the micro-batch size of a rank, if the loader knows it."""
     split = getattr(loader, "portions", None)
     return None if split is None else split.micro_batch_size
-
-
-def refuse_another_schedule(schedule: LRScheduler | None, saved: Mapping[str, Any] | None) -> None:
-    """Raise if a checkpoint has a schedule and this run has none, or vice versa."""
-    if (schedule is None) == (saved is None):
-        return
-    had, has = ("without", "has one") if saved is None else ("with", "has none")
-    raise Impossible(
-        f"the checkpoint was saved {had} a learning-rate schedule, but this run {has}",
-        why="the learning rates would differ from here on",
-        fix="use the same schedule, or start a new run",
-    )

@@ -14,7 +14,8 @@ part in the forward, because all ranks communicate there, and count as 0::
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -63,60 +64,26 @@ def evaluate(
     }
 
 
-class BestMetric:
-    """The best value of an evaluation metric so far.
+@dataclass(frozen=True)
+class BestLoss:
+    """The lowest evaluated ``loss`` so far, and its step."""
 
-    It depends only on results of :func:`evaluate`, so it is the same on every rank.
-    """
+    loss: float
+    step: int
 
-    def __init__(self, name: str, mode: Literal["min", "max"] = "min") -> None:
-        self.name = name
-        self.mode = mode
-        self.value: float | None = None
-        self.step = 0  # of the best value
 
-    def update(self, numbers: Mapping[str, float], step: int) -> bool:
-        """Take the results of an evaluation; return whether the metric is the best so far."""
-        if self.name not in numbers:
-            raise Impossible(
-                f"the evaluation does not measure {self.name!r}",
-                why=f"it measures {', '.join(numbers) or 'nothing'}",
-                fix="name one of its metrics as best_metric",
-            )
-        value = numbers[self.name]
-        if not math.isfinite(value):
-            return False
-        if self.value is not None and self.mode == "min" and value >= self.value:
-            return False
-        if self.value is not None and self.mode == "max" and value <= self.value:
-            return False
-        self.value, self.step = value, step
-        return True
-
-    def as_metric(self) -> dict[str, float]:
-        """Return the best value by its name."""
-        return {} if self.value is None else {self.name: self.value}
-
-    def describe(self) -> str:
-        """Return the best value and its step."""
-        if self.value is None:
-            return f"{self.name} was never finite"
-        return f"best {self.name} {self.value:.4g} after step {self.step}"
-
-    def state(self) -> dict[str, Any]:
-        """Return the state to save, as plain JSON types."""
-        return {
-            "metric": self.name,
-            "mode": self.mode,
-            "value": self.value,
-            "step": self.step,
-        }
-
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state; one of another metric, or of a run that had none, is ignored."""
-        if state is None or (state["metric"], state["mode"]) != (self.name, self.mode):
-            return
-        self.value, self.step = state["value"], state["step"]
+def best_loss(numbers: Mapping[str, float], step: int, before: BestLoss | None) -> BestLoss | None:
+    """Return the ``loss`` of an evaluation if it is the lowest so far, else None."""
+    if "loss" not in numbers:
+        raise Impossible(
+            "the best checkpoint was requested, but the evaluation does not measure 'loss'",
+            why=f"it measures {', '.join(numbers) or 'nothing'}",
+            fix="return 'loss' from the measure: the value whose minimum is the best",
+        )
+    loss = numbers["loss"]
+    if not math.isfinite(loss) or (before is not None and loss >= before.loss):
+        return None
+    return BestLoss(loss, step)
 
 
 def _micro_batches(steps: Loader | Iterable[Step]) -> Iterator[MicroBatch]:

@@ -17,13 +17,13 @@ import torch
 from torchmuster.train.world import World
 
 
-def save_random_states(world: World) -> dict[str, Any]:
-    """Return the random states of Python, torch, the device and numpy (if imported), as JSON."""
+def save_random_states(world: World | None = None) -> dict[str, Any]:
+    """Return the random states of Python, torch, numpy (if imported) and the rank's device, as JSON."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "torch": _as_text(torch.get_rng_state()),
     }
-    if world.device.type != "cpu":
+    if world is not None and world.device.type != "cpu":
         states["device"] = _as_text(
             torch.get_device_module(world.device).get_rng_state(world.device)
         )
@@ -33,12 +33,12 @@ def save_random_states(world: World) -> dict[str, Any]:
     return states
 
 
-def load_random_states(states: dict[str, Any], world: World) -> None:
+def load_random_states(states: dict[str, Any], world: World | None = None) -> None:
     """Restore saved random states; skip those of a device or library that is not available."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(_as_state(states["torch"]))
-    if "device" in states and world.device.type != "cpu":
+    if "device" in states and world is not None and world.device.type != "cpu":
         module = torch.get_device_module(world.device)
         module.set_rng_state(_as_state(states["device"]), world.device)
     if "numpy" in states and (numpy := _seeds_numpy()) is not None:
@@ -98,13 +98,8 @@ def seed_cpu(seed: int) -> None:
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
     """Restore the random states of Python, torch (CPU) and numpy afterwards."""
-    numpy: Any = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = numpy and numpy.random.get_state()
+    states = save_random_states()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        torch.set_rng_state(torch_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        load_random_states(states)

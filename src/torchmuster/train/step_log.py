@@ -1,12 +1,10 @@
 """``StepLog``: sums what each step did, and makes a step line of all ranks' sums when one is due."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from torchmuster.train.progress import progress
 from torchmuster.train.reports import Reports
 from torchmuster.train.step_line import StepRecord, dominant_cost
 from torchmuster.train.torch_private import ddp_measurements, let_ddp_measure
-from torchmuster.train.world import Totals, World, all_gather_object
+from torchmuster.train.world import Totals, World, memory_peak
 
 _FOLD_AT_STEPS = 1000  # the maximum number of steps whose losses are kept as tensors
 # The record of longer steps is shown at once: waiting for the other ranks takes little in comparison.
@@ -26,8 +24,32 @@ _SHOWN_AT_ONCE_S = 0.1
 # DDP returns a large table of measurements, the slowest part of a step line: seconds between two reads.
 _READ_DDP_EVERY_S = 1.0
 _FEWEST_MEASURED = 5  # iterations: a single one may be an outlier
+_SUMS = 4  # numbers of a line that are sums over the ranks; of the others each rank has its own
 
 Count = int | torch.Tensor | None
+
+
+class _Loss(NamedTuple):
+    """The loss of a micro-batch: a mean, or with ``count`` a total."""
+
+    value: torch.Tensor
+    samples: int
+    count: Count
+
+
+class _Line(NamedTuple):
+    """What this rank knows of a line without the other ranks."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    norm: float | None
+    loss_scale: float | None
+    steps: int
+    skipped: int
+    spent_s: dict[str, float]
+    counts_items: bool
+    is_first: bool  # it covers one-time initialization
 
 
 class StepLog:
@@ -70,39 +92,29 @@ class StepLog:
                 workers=workers, cores=usable_cores().value, ranks=world.local_world_size
             )
         self._next = 1  # the step of the next line
-        # Epoch, learning rate and gradient norm of the last step.
-        self._last: tuple[int, float, float | torch.Tensor | None] = (0, 0.0, None)
-        self._pending: tuple[Totals, dict[str, Any]] | None = None
-        self.last_record: StepRecord | None = None
-        self.elapsed_s = 0.0  # by rank 0's clock, up to the last line: the same on all ranks
-        self._clear()
+        self._pending: tuple[Totals, _Line] | None = None
         self.begin()
 
+    def begin(self) -> None:
+        """Start the clock, and drop what was summed before."""
+        self._clear()
+        self.last_record: StepRecord | None = None
+        self._is_first = True
+        self._begun_s = time.perf_counter()
+        self.elapsed_s = 0.0  # by rank 0's clock, up to the last line: the same on all ranks
+
     def _clear(self) -> None:
-        self.steps = 0  # since the last line, also before a resume
-        self.samples = 0
-        self.skipped = 0
-        self.flops = 0.0  # of forward and backward; 0 if unknown
-        self.spent_s = {"data": 0.0, "saving": 0.0, "evaluating": 0.0}
-        self._loss_parts: list[float] = []  # whose sum is exact
+        self._steps = 0  # since the last line
+        self._samples = 0
+        self._skipped = 0
+        self._flops = 0.0  # of forward and backward; 0 if unknown
+        self._spent_s = {"data": 0.0, "saving": 0.0, "evaluating": 0.0}
+        self._loss_sum = 0.0
         self._loss_count = 0.0
         self._counts_items = False
         # Of the running step, and of finished steps with whether they were skipped (1, else 0).
-        self._losses: list[tuple[torch.Tensor, int, Count]] = []
-        self._finished: list[tuple[torch.Tensor, list[tuple[torch.Tensor, int, Count]]]] = []
-        self._before = (0, 0, 0.0)
-
-    def begin(self) -> None:
-        """Start the clock: what was summed before counts for the losses, not for the speed."""
-        self._fold()
-        self._losses = []
-        self._before = (self.steps, self.samples, self._loss_count)
-        self.flops = 0.0
-        self.spent_s = dict.fromkeys(self.spent_s, 0.0)
-        self.last_record = None
-        self._is_first = True  # a line that covers one-time initialization
-        self._begun_s = time.perf_counter()
-        self.elapsed_s = 0.0
+        self._losses: list[_Loss] = []
+        self._finished: list[tuple[torch.Tensor, list[_Loss]]] = []
 
     def wait(self) -> None:
         """Mark the start of waiting for data."""
@@ -111,7 +123,7 @@ class StepLog:
 
     def work(self) -> None:
         """Mark the end of waiting for data."""
-        self.spent_s["data"] += time.perf_counter() - self._waits_since_s
+        self._spent_s["data"] += time.perf_counter() - self._waits_since_s
         progress.phase = "forward"
 
     @contextmanager
@@ -120,16 +132,16 @@ class StepLog:
         progress.phase = phase
         begun_s = time.perf_counter()
         yield
-        self.spent_s[phase] += time.perf_counter() - begun_s
+        self._spent_s[phase] += time.perf_counter() - begun_s
         progress.phase = "loading data"
 
     def add(self, micro: MicroBatch, loss: torch.Tensor, count: Count) -> None:
         """Add a micro-batch: the mean loss of its samples, or with ``count`` the total over items."""
         if micro.samples:
-            self.samples += micro.samples
-            self._losses.append((loss.detach(), micro.samples, count))
+            self._samples += micro.samples
+            self._losses.append(_Loss(loss.detach(), micro.samples, count))
             if self._flops_of_batch is not None:
-                self.flops += self._flops_of_batch(micro.batch)
+                self._flops += self._flops_of_batch(micro.batch)
 
     def end_step(
         self,
@@ -140,7 +152,7 @@ class StepLog:
         norm: float | torch.Tensor | None,
     ) -> None:
         """Count a step; the losses of a skipped step (``found_inf`` is 1, not 0) do not count."""
-        self.steps += 1
+        self._steps += 1
         self._last = (epoch, learning_rate, norm)
         self._finished.append((found_inf, self._losses))
         self._losses = []
@@ -158,7 +170,7 @@ class StepLog:
     def finish(self, step: int) -> None:
         """Make a line of the remaining steps, if there are any."""
         self.flush()
-        if self.steps:
+        if self._steps:
             self._begin_line(step)
             self.flush()
 
@@ -166,38 +178,36 @@ class StepLog:
         """Show the pending line, if there is one; waits for the other ranks."""
         if self._pending is None:
             return
-        (totals, own), self._pending = self._pending, None
-        record = self._record(totals.wait(), own)
+        (totals, line), self._pending = self._pending, None
+        record = self._record(totals.wait(), line)
         self._next = self._reports.next_line(record.step, record.step_s)
         self._reports.record(record)
         self.last_record = record
 
-    def _fold(self) -> None:
-        """Add up the losses of the finished steps, with one read for all of them.
+    def resume_at(self, step: int) -> None:
+        """Make the next line where a run that was not interrupted makes one."""
+        if step:
+            self._next = self._reports.next_usual_line(step)
 
-        The sum is exact, because saving also sums: the time of a save must not change the last digit of
-        a mean.
-        """
+    def _fold(self) -> None:
+        """Add up the losses of the finished steps, with one read for all of them."""
         if not self._finished:
             return
         skipped = torch.stack([found_inf for found_inf, _ in self._finished]).tolist()
-        micro_batches = []
-        for (_, losses), is_skipped in zip(self._finished, skipped, strict=True):
+        losses: list[_Loss] = []
+        for (_, of_step), is_skipped in zip(self._finished, skipped, strict=True):
             if is_skipped:
-                self.skipped += 1
+                self._skipped += 1
             else:
-                micro_batches += losses
+                losses += of_step
         self._finished = []
-        if not micro_batches:
+        if not losses:
             return
-        # Most are scalars already, and checking is faster than a reshape.
-        scalars = [loss if loss.dim() == 0 else loss.reshape(()) for loss, _, _ in micro_batches]
+        values = torch.stack([loss.value.reshape(()) for loss in losses]).tolist()
         counts_on_device = []
-        for value, (_, samples, count) in zip(
-            torch.stack(scalars).tolist(), micro_batches, strict=True
-        ):
+        for value, (_, samples, count) in zip(values, losses, strict=True):
             self._counts_items = count is not None
-            _add_exactly(self._loss_parts, value if self._counts_items else value * samples)
+            self._loss_sum += value if self._counts_items else value * samples
             if isinstance(count, torch.Tensor):
                 counts_on_device.append(count.reshape(()))
             else:
@@ -213,68 +223,57 @@ class StepLog:
         self._fold()
         ended_s = time.perf_counter()
         wall_s = ended_s - self._begun_s
-        steps_before, samples_before, items_before = self._before
-        steps = self.steps - steps_before
-        waited_s = self._communication.exposed_s(steps)
-        progress.data_share = _share(self.spent_s["data"], wall_s)
+        waited_s = self._communication.exposed_s(self._steps)
+        progress.data_share = _share(self._spent_s["data"], wall_s)
         progress.communication_share = None if waited_s is None else _share(waited_s, wall_s)
-        numbers = [math.fsum(self._loss_parts), self._loss_count, self.samples]
-        numbers += [self.samples - samples_before, self._loss_count - items_before, self.flops]
+        sums = [self._loss_sum, self._loss_count, self._samples, self._flops]
         # Each rank has slots of its own in these, so that all ranks read exactly the same numbers.
-        own = [wall_s, self.spent_s["data"], math.nan if waited_s is None else waited_s]
-        own += [_memory_peak(world), self._peak_flop_s or 0.0]
+        own = [wall_s, self._spent_s["data"], math.nan if waited_s is None else waited_s]
+        own += [memory_peak(world.device), self._peak_flop_s or 0.0]
         slots = [0.0] * (len(own) * world.world_size)
         slots[world.global_rank :: world.world_size] = own
         epoch, learning_rate, norm = self._last
-        self._pending = (
-            Totals(numbers + slots, world),
-            {
-                "step": step,
-                "epoch": epoch,
-                "learning_rate": learning_rate,
-                "gradient_norm": None if norm is None else float(norm),
-                "loss_scale": self._loss_scale(),
-                "skipped_steps": self.skipped,
-                "steps": steps,
-                "spent_s": self.spent_s,
-                "counts_items": self._counts_items,
-                "is_first": self._is_first,
-            },
+        line = _Line(
+            step=step,
+            epoch=epoch,
+            learning_rate=learning_rate,
+            norm=None if norm is None else float(norm),
+            loss_scale=self._loss_scale(),
+            steps=self._steps,
+            skipped=self._skipped,
+            spent_s=self._spent_s,
+            counts_items=self._counts_items,
+            is_first=self._is_first,
         )
+        self._pending = Totals(sums + slots, world), line
         self._clear()
         self._is_first = False
         self._begun_s = ended_s
 
-    def _record(self, totals: list[float], own: dict[str, Any]) -> StepRecord:
+    def _record(self, totals: list[float], line: _Line) -> StepRecord:
         """Return the record of the ranks' sums; the same on every rank."""
         ranks = self._world.world_size
-        loss, count, samples, new_samples, new_items, flops = totals[:6]
+        loss, count, samples, flops = totals[:_SUMS]
         walls, datas, waits, memories, rates = (
-            totals[begin : begin + ranks] for begin in range(6, len(totals), ranks)
+            totals[begin : begin + ranks] for begin in range(_SUMS, len(totals), ranks)
         )
         wall_s = walls[0]
         self.elapsed_s += wall_s
-        steps, spent_s, is_first = own.pop("steps"), own.pop("spent_s"), own.pop("is_first")
-        counts_items = own.pop("counts_items")
-        saving, evaluation = (
-            _share(spent_s["saving"], wall_s),
-            _share(spent_s["evaluating"], wall_s),
-        )
-        data_shares = [_share(data_s, wall) for data_s, wall in zip(datas, walls, strict=True)]
+        saving = _share(line.spent_s["saving"], wall_s)
+        evaluation = _share(line.spent_s["evaluating"], wall_s)
+        data_shares = list(map(_share, datas, walls))
         data = sum(data_shares) / ranks
         rest = max(0.0, 1.0 - data - saving - evaluation)
         communication, wait_shares = None, None
         if not any(map(math.isnan, waits)):
             # DDP measures only some steps, so its figures are limited to the remaining time.
-            wait_shares = [
-                min(_share(wait_s, wall), max(0.0, 1.0 - share - saving - evaluation))
-                for wait_s, wall, share in zip(waits, walls, data_shares, strict=True)
-            ]
-            communication = min(
-                sum(_share(*pair) for pair in zip(waits, walls, strict=True)) / ranks, rest
-            )
+            wait_shares = []
+            for wait_s, wall, share in zip(waits, walls, data_shares, strict=True):
+                most = max(0.0, 1.0 - share - saving - evaluation)
+                wait_shares.append(min(_share(wait_s, wall), most))
+            communication = min(sum(map(_share, waits, walls)) / ranks, rest)
         verdict = ""
-        if not is_first:
+        if not line.is_first:
             verdict = dominant_cost(
                 data_shares=data_shares,
                 communication_shares=wait_shares,
@@ -282,12 +281,17 @@ class StepLog:
                 data_fix=self._data_fix,
             )
         return StepRecord(
-            **own,
+            step=line.step,
+            epoch=line.epoch,
+            learning_rate=line.learning_rate,
+            gradient_norm=line.norm,
+            loss_scale=line.loss_scale,
+            skipped_steps=line.skipped,
             loss=loss / count if count else None,
             samples=round(samples),
-            samples_per_s=new_samples / wall_s,
-            tokens_per_s=new_items / wall_s if counts_items else None,
-            step_s=wall_s / max(steps, 1),
+            samples_per_s=samples / wall_s,
+            tokens_per_s=count / wall_s if line.counts_items else None,
+            step_s=wall_s / max(line.steps, 1),
             data_share=data,
             compute_share=rest - (communication or 0.0),
             communication_share=communication,
@@ -298,44 +302,6 @@ class StepLog:
             mfu=flops / wall_s / sum(rates) if flops and all(rates) else None,
             verdict=verdict,
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return the state from which a resumed run makes the same next line (a collective)."""
-        self.flush()
-        self._fold()
-        epoch, rate, norm = self._last
-        own = {
-            "losses": self._loss_parts,
-            "count": self._loss_count,
-            "samples": self.samples,
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "counts_items": self._counts_items,
-        }
-        return {
-            "next": self._next,
-            "last": [epoch, rate, None if norm is None else float(norm)],
-            "sums": all_gather_object(own, self._world),
-        }
-
-    def restore(self, state: dict[str, Any], step: int) -> None:
-        """Restore a state; if the number of ranks has changed, rank 0 takes the sums of all."""
-        # The next line may come sooner, if lines are due more often now.
-        self._next = min(state["next"], self._reports.next_usual_line(step))
-        epoch, rate, norm = state["last"]
-        self._last = (epoch, rate, norm)
-        self._clear()
-        sums = state["sums"]
-        self.steps, self.skipped = sums[0]["steps"], sums[0]["skipped"]  # equal on all ranks
-        self._counts_items = any(of_rank["counts_items"] for of_rank in sums)
-        if len(sums) == self._world.world_size:
-            sums = [sums[self._world.global_rank]]
-        elif not self._world.is_first:
-            sums = []
-        for of_rank in sums:
-            self._loss_parts += of_rank["losses"]
-            self._loss_count += of_rank["count"]
-            self.samples += of_rank["samples"]
 
 
 class CommunicationTime:
@@ -350,7 +316,8 @@ class CommunicationTime:
         # On an accelerator, a measured step waits for the device: torch's own rate there.
         self._every = 10 if world.device.type == "cpu" else 100
         self._model = None
-        if isinstance(model, DistributedDataParallel) and let_ddp_measure(model, every=self._every):
+        if isinstance(model, DistributedDataParallel):
+            let_ddp_measure(model, every=self._every)
             self._model = model
         self._measured = 0  # iterations that DDP has measured so far
         self._sum_ns = 0  # their waiting time
@@ -382,26 +349,6 @@ class CommunicationTime:
             sum_ns = exposed_ns * measured
             self._mean_s = max(0.0, (sum_ns - self._sum_ns) / (measured - self._measured) / 1e9)
             self._measured, self._sum_ns = measured, sum_ns
-
-
-def _add_exactly(parts: list[float], number: float) -> None:
-    """Add a number to an exact sum, held as parts of different magnitude, as ``math.fsum`` does."""
-    count = 0
-    for part in parts:
-        large, small = sorted((number, part), key=abs, reverse=True)
-        number = large + small
-        rest = small - (number - large)
-        if rest and math.isfinite(number):
-            parts[count] = rest
-            count += 1
-    parts[count:] = [number]
-
-
-def _memory_peak(world: World) -> int:
-    if world.device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return torch.accelerator.max_memory_allocated(world.device)
 
 
 def _share(part_s: float, whole_s: float) -> float:

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,8 +48,8 @@ from torchmuster.train.world import World
 if TYPE_CHECKING:  # imported only by runs that use them
     from torchmuster.train.bad_numbers import BadNumbers
     from torchmuster.train.checkpointing.checkpointer import Loaded
-    from torchmuster.train.checkpointing.policy import CheckpointPolicy, CheckpointSettings
-    from torchmuster.train.evaluate import BestMetric, Measure
+    from torchmuster.train.checkpointing.saves import CheckpointSettings, Saves
+    from torchmuster.train.evaluate import BestLoss, Measure
     from torchmuster.train.losses import Loss
 
 
@@ -57,15 +57,12 @@ if TYPE_CHECKING:  # imported only by runs that use them
 class Evaluation:
     """What to evaluate on which data: every N steps, or after every epoch.
 
-    ``best_metric`` names a measured value: with ``CheckpointSettings(keep_best=True)`` its best
-    checkpoint is kept.
+    With ``CheckpointSettings(keep_best=True)`` the checkpoint with the lowest measured ``loss`` is kept.
     """
 
     loader: Loader
     measure: "Measure"
     every: int | None = None
-    best_metric: str | None = None
-    best_mode: Literal["min", "max"] = "min"
 
 
 class Trainer:
@@ -112,27 +109,17 @@ class Trainer:
           ``peak_flop_s``, the peak rate of this rank's device in the precision, the utilization.
         """
         model = arguments.choose_model(model)
-        self.loss = arguments.choose_loss(loss)
         make_optimizer = arguments.choose_optimizer(optimizer, model, parameter_groups)
         saving = arguments.choose_checkpoints(checkpoints)
         world = arguments.choose_world(world)
+        self.loss = arguments.choose_loss(loss, world)
         loader = arguments.choose_loader(data, world, batch_size=batch_size, seed=seed)
-        if evaluation is not None and evaluation.loader is loader:
-            raise Impossible(
-                "training and evaluation use the same loader",
-                why="a loader has a single position, which an evaluation would change",
-                fix="give Evaluation its own loader, which may read the same dataset",
-            )
         self.world = world
         self.loader = loader
         self._evaluation = evaluation
         self._every = evaluation.every if evaluation is not None else None
         self._saving = saving
-        self.best: BestMetric | None = None
-        if evaluation is not None and evaluation.best_metric is not None:
-            from torchmuster.train import evaluate
-
-            self.best = evaluate.BestMetric(evaluation.best_metric, evaluation.best_mode)
+        self.best: BestLoss | None = None  # with CheckpointSettings(keep_best=True)
         self.seed = seed
         self.precision = arguments.choose_precision(precision, world)
         self._autocast = self.precision.value.autocast(world.device)
@@ -161,7 +148,7 @@ class Trainer:
         self._position: dict[str, Any] | None = None  # of the loader, in an unfinished epoch
         self.evaluated = 0  # the step of the last evaluation
         self._goes_on = False  # resumed from another process's checkpoint
-        self._log = StepLog(
+        self.log = StepLog(
             world,
             self.reports,
             model=self.model,
@@ -182,49 +169,34 @@ class Trainer:
         if epochs is None and steps is None:
             raise Impossible("fit() needs epochs or steps", fix="give epochs=… or steps=…")
         self.model.train()
-        empty_epochs = 0
         with self._running(epochs, steps) as saves:
             while not self._is_done(epochs, steps):
-                step_before = self.step
                 with closing(self._load()) as loaded:  # a loader may have running processes
-                    self._log.wait()
+                    self.log.wait()
                     for step in loaded:
-                        for micro in self._update.accumulate(step):
-                            self._log.work()
-                            loss, count = self._loss_of(micro.batch)
-                            self._update.backward(loss, count)
-                            self._log.add(micro, loss, count)
-                            self._log.wait()
-                        self._apply(step)
-                        self._log.report(self.step)
+                        self._train_step(step)
                         is_best = False
                         if self._every is not None and self.step % self._every == 0:
                             is_best = self._evaluate()
-                        if saves is not None:
-                            self._save_if_due(saves, is_best=is_best)
-                            saves.end_if_requested(self.step, self._log.elapsed_s)
-                        if self.reports.bar is not None:
-                            self.reports.bar.move(self.step)
+                        self._after_step(saves, is_best=is_best)
                         if self._is_done(epochs, steps):
                             break
-                        self._log.wait()
+                        self.log.wait()
                     position = self.loader.state()
                     # Not every loader knows in advance which step is the last one of its epoch.
                     is_over = next(loaded, None) is None
                 if not is_over:
                     self._position = position
                     break
-                self._end_epoch(saves)
-                # One is normal for a run that was stopped at an epoch's end.
-                empty_epochs = 0 if self.step > step_before else empty_epochs + 1
-                if empty_epochs > 1:
-                    raise Impossible(
-                        f"the loader yielded no step in epoch {self.epoch - 1}",
-                        fix="check what loader.epoch(…) yields",
-                    )
+                is_best = False
+                if self._evaluation and self._every is None and self.evaluated < self.step:
+                    is_best = self._evaluate()
+                self.epoch += 1
+                if is_best:
+                    self._after_step(saves, is_best=True)
             self._explain_skipped_step()
-            self._log.finish(self.step)
-        return self._log.last_record
+            self.log.finish(self.step)
+        return self.log.last_record
 
     def _is_done(self, epochs: int | None, steps: int | None) -> bool:
         if steps is not None and self.step >= steps:
@@ -235,14 +207,21 @@ class Trainer:
         """Yield the steps of this epoch, from the restored position on."""
         if self._position is not None:
             self.loader.restore(self._position)
-            self._position = None
+        may_be_empty = self._position is not None  # a run may have stopped at its epoch's end
+        self._position = None
         with closing(cast(Any, self.loader.epoch(self.epoch))) as steps:
             for step in steps:
+                may_be_empty = True
                 progress.step = self.step + 1
                 if self._goes_on:
                     self._goes_on = False
                     step = self._rehearsed(step)  # with the same micro-batches
                 yield step
+        if not may_be_empty:
+            raise Impossible(
+                f"the loader yielded no step in epoch {self.epoch}",
+                fix="check what loader.epoch(…) yields",
+            )
 
     def _loss_of(self, batch: Any) -> tuple[torch.Tensor, int | torch.Tensor | None]:
         with self._autocast:
@@ -261,16 +240,23 @@ class Trainer:
         self.strategy.value.rehearse(self.model, compute)
         return replace(step, micro_batches=chain([first], micro_batches))
 
-    def _apply(self, step: Step) -> None:
-        """Update the weights."""
+    def _train_step(self, step: Step) -> None:
+        """Compute the gradients of a step, update the weights, and report."""
+        for micro in self._update.accumulate(step):
+            self.log.work()
+            loss, count = self._loss_of(micro.batch)
+            self._update.backward(loss, count)
+            self.log.add(micro, loss, count)
+            self.log.wait()
         rate = self.optimizer.param_groups[0]["lr"]  # before a schedule changes it
         result = self._update.apply()
-        self._log.end_step(
+        self.log.end_step(
             result.found_inf, epoch=step.epoch, learning_rate=float(rate), norm=result.norm
         )
         self._explain_skipped_step()
         self.step += 1
         self._last_result = (self.step, step.epoch, result)
+        self.log.report(self.step)
 
     def _explain_skipped_step(self) -> None:
         """Find the cause if the last step was skipped.
@@ -293,12 +279,12 @@ class Trainer:
             self.reports.say(render([finding]))
 
     def _evaluate(self) -> bool:
-        """Evaluate; return whether the checkpoint of this step is to be saved as the best so far."""
+        """Evaluate; return whether the loss is the lowest so far, and its checkpoint is to be kept."""
         from torchmuster.train import evaluate
 
         assert self._evaluation is not None
-        self._log.flush()  # keeps the lines in order
-        with self._log.spending("evaluating"):
+        self.log.flush()  # keeps the lines in order
+        with self.log.spending("evaluating"):
             numbers = evaluate.evaluate(
                 self.model,
                 self._evaluation.loader,
@@ -308,47 +294,34 @@ class Trainer:
             )
         self.evaluated = self.step
         self.reports.evaluation(self.step, self.epoch, numbers)
-        is_best = self.best is not None and self.best.update(numbers, self.step)
-        return is_best and self._saving is not None and self._saving.keep_best
+        if self._saving is None or not self._saving.keep_best:
+            return False
+        best = evaluate.best_loss(numbers, self.step, self.best)
+        self.best = best or self.best
+        return best is not None
 
-    def _save_if_due(self, saves: "CheckpointPolicy", *, is_best: bool) -> None:
-        elapsed_s = self._log.elapsed_s
-        if is_best or saves.is_due(self.step, elapsed_s):
-            best = None
-            if is_best and self.best is not None:
-                best = self.best.as_metric()
-            with self._log.spending("saving"):
-                saves.save(self.step, elapsed_s, best=best)
-
-    def _end_epoch(self, saves: "CheckpointPolicy | None") -> None:
-        """Evaluate after the epoch if that is wanted, and count the epoch."""
-        is_best = False
-        if self._evaluation is not None and self._every is None and self.evaluated < self.step:
-            is_best = self._evaluate()
-        self.epoch += 1
-        if is_best and saves is not None:
-            self._save_if_due(saves, is_best=True)
-            saves.end_if_requested(self.step, self._log.elapsed_s)
+    def _after_step(self, saves: "Saves | None", *, is_best: bool) -> None:
+        if saves is not None:
+            best = self.best.loss if is_best and self.best is not None else None
+            saves.after_step(self.log.elapsed_s, best=best)
 
     @contextmanager
-    def _running(
-        self, epochs: int | None, steps: int | None
-    ) -> "Iterator[CheckpointPolicy | None]":
+    def _running(self, epochs: int | None, steps: int | None) -> "Iterator[Saves | None]":
         """Report, save, and explain a lack of memory, during one call of :meth:`fit`."""
         ends = [] if steps is None else [steps]
         steps_in_epoch = self.loader.steps_in_epoch()
         if epochs is not None and steps_in_epoch is not None:
             ends.append(epochs * steps_in_epoch)
-        saving: AbstractContextManager[CheckpointPolicy | None] = nullcontext()
+        self.reports.last_step = min(ends, default=None)
+        if not self._introduced:
+            self._introduced = True
+            self.reports.say(self._banner())
+        saving: AbstractContextManager[Saves | None] = nullcontext()
         if self._saving is not None:
-            from torchmuster.train.checkpointing import trainer_state
-
-            saving = trainer_state.trainer_states(self, self._saving)
-        self.reports.open(min(ends, default=None))
+            saving = self._saves(self._saving)
+        self.log.begin()
+        size = arguments.micro_batch_size(self.loader)
         try:
-            self._introduce()
-            self._log.begin()
-            size = arguments.micro_batch_size(self.loader)
             with (
                 oom_report(self.world, self.model, self.optimizer, micro_batch_size=size),
                 saving as saves,
@@ -356,22 +329,20 @@ class Trainer:
                 yield saves
         finally:
             progress.step, progress.phase = None, ""
-            self.reports.close()
 
-    def _introduce(self) -> None:
-        """Show the banner, once."""
-        if self._introduced:
-            return
-        self._introduced = True
-        self.reports.say(
-            banner(
-                self.world,
-                model=self.model,
-                optimizer=self.optimizer,
-                loader=self.loader,
-                strategy=self.strategy.reason,
-                precision=self.precision.reason,
-            )
+    def _saves(self, settings: "CheckpointSettings") -> "Saves":
+        from torchmuster.train.checkpointing import saves
+
+        return saves.Saves(self, settings)
+
+    def _banner(self) -> str:
+        return banner(
+            self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self.loader,
+            strategy=self.strategy.reason,
+            precision=self.precision.reason,
         )
 
     def state(self) -> dict[str, Any]:
@@ -386,11 +357,10 @@ class Trainer:
             "progress": {
                 "step": self.step,
                 "evaluated": self.evaluated,
-                "lines": self._log.state(),
                 "loader": self._position or self.loader.state(),
                 "update": self._update.state(),
                 "schedule": None if self.schedule is None else self.schedule.state_dict(),
-                "best": None if self.best is None else self.best.state(),
+                "best": None if self.best is None else [self.best.loss, self.best.step],
             },
         }
 
@@ -398,25 +368,27 @@ class Trainer:
         """Restore what :meth:`state` returned, even on another number of ranks."""
         saved = state["progress"]
         self._last_result = None
-        arguments.refuse_another_schedule(self.schedule, saved["schedule"])
+        if (self.schedule is None) != (saved["schedule"] is None):
+            raise Impossible(
+                "only one of the checkpoint and this run has a learning-rate schedule",
+                why="the learning rates would differ from here on",
+                fix="use the same schedule, or start a new run",
+            )
         self.strategy.value.load_state_dict(self.model, state, self.optimizer)
         self.step = saved["step"]
         self.evaluated = saved["evaluated"]
-        self._log.restore(saved["lines"], self.step)
+        self.log.resume_at(self.step)
         self.loader.restore(saved["loader"])
         self.epoch = saved["loader"]["epoch"]
         self._position = saved["loader"]
         self._update.restore(saved["update"])
         if self.schedule is not None:
             self.schedule.load_state_dict(saved["schedule"])
-        if self.best is not None:
-            self.best.restore(saved["best"])
-        self._goes_on = self.step > 0
+        if saved["best"] is not None:
+            from torchmuster.train import evaluate
 
-    @property
-    def reported(self) -> int:
-        """The last step of the last step line."""
-        return self.step - self._log.steps
+            self.best = evaluate.BestLoss(*saved["best"])
+        self._goes_on = self.step > 0
 
     def resume(self) -> "Loaded | None":
         """Resume from the newest good checkpoint of ``checkpoints``, of any number of ranks.
@@ -429,9 +401,7 @@ class Trainer:
                 "resume() needs a place of checkpoints",
                 fix="give Trainer(checkpoints=…), a folder",
             )
-        from torchmuster.train.checkpointing import trainer_state
-
-        loaded = trainer_state.resume_trainer(self, self._saving)
+        loaded = self._saves(self._saving).resume()
         if loaded is not None and "base" not in loaded.state:
             # It has the frozen weights, which may differ from the base model's files of today.
             self._saving = replace(self._saving, base=None)

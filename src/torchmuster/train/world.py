@@ -1,7 +1,9 @@
 """The rank of this process, its process group and small collectives."""
 
 import os
+import resource
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,6 +100,14 @@ def most_exact_type(device: torch.device) -> torch.dtype:
 def most_exact(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers in the most exact dtype that their device has."""
     return numbers.to(most_exact_type(numbers.device))
+
+
+def memory_peak(device: torch.device) -> int:
+    """Return the most bytes that this process has used: on its accelerator, else on the host."""
+    if device.type in ("cpu", "mps"):
+        unit = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return torch.accelerator.max_memory_allocated(device)
 
 
 class Totals:

@@ -201,5 +201,4 @@ def evaluation_of(
         loader=loader,
         measure=measured_loss(loss),
         every=every,
-        best_metric="loss" if settings.checkpoint.keep_best else None,
     )

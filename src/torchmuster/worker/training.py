@@ -20,7 +20,7 @@ from torchmuster.config.training import (
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.runfolder import RunFolder
 from torchmuster.train import losses, optimizers, precision
-from torchmuster.train.checkpointing.policy import CheckpointSettings
+from torchmuster.train.checkpointing.saves import CheckpointSettings
 from torchmuster.train.data.loader_factory import loader_for
 from torchmuster.train.data.step import Loader
 from torchmuster.train.models import factory, lora
@@ -92,8 +92,8 @@ def train_from_settings(settings: Settings, world: World, folder: Path) -> None:
     if settings.checkpoint.keep_best and trainer.best is not None:
         rank_zero_log(
             world,
-            f"{trainer.best.describe()}; to export it: muster checkpoint export {folder.name} best "
-            "--to FOLDER",
+            f"best loss {trainer.best.loss:.4g} after step {trainer.best.step}; to export it: "
+            f"muster checkpoint export {folder.name} best --to FOLDER",
         )
 
 
@@ -116,9 +116,7 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
             rank_zero_log(world, mixed_gpus)
         samples = samples_of(settings, text, recipe, world)
         loader = loader_for(samples, world, **batches)
-        computed = precision.choose_precision(
-            settings.train.precision, precision.precision_support(world)
-        )
+        computed = precision.choose_precision(settings.train.precision, world)
         model, strategy = model_of(settings, recipe, text, computed.value, world)
         if saving is not None:
             saving = replace(saving, base=base_of(recipe, model, world, folder))
@@ -169,7 +167,6 @@ def _saving(settings: Settings, folder: Path, stop: StopRequest) -> CheckpointSe
         keep=wanted.keep,
         keep_best=wanted.keep_best,
         stop=stop,
-        retry_final=True,
     )
 
 

@@ -14,7 +14,7 @@ from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.data.step import MicroBatch
 from torchmuster.train.data.stream import StreamLoader
 from torchmuster.train.out_of_memory import memory_table
-from torchmuster.train.precision import precision_support
+from torchmuster.train.precision import supported_by
 from torchmuster.train.reports import Reports
 from torchmuster.train.seeds import load_random_states, save_random_states
 from torchmuster.train.step import HostCopy
@@ -70,21 +70,18 @@ def test_the_random_state_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("bf16", [True, False])
 def test_intels_gpus_are_asked_for_bf16(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bf16)
-    (found,) = precision_support(replace(WORLD, device=torch.device("xpu", 1)))
-    assert (found.kind, found.has_bf16, found.compute_capability) == ("xpu", bf16, None)
+    assert supported_by(torch.device("xpu", 1)) == ("bf16" if bf16 else "fp16")
 
 
 def test_the_memory_table_has_the_devices_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = FakeAccelerator(allocated_bytes=5 * GiB, reserved_bytes=7 * GiB)
     accelerator.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 6 * GiB)
-    table = memory_table(nn.Linear(2, 2), None, GPU)
-    assert (table.used_bytes, table.peak_bytes) == (5 * GiB, 6 * GiB)
-    assert (table.reserved_bytes, table.limit_bytes) == (7 * GiB, 80 * GiB)
-    assert table.rest_bytes == 5 * GiB - table.states_bytes
-    of_apple = memory_table(None, None, torch.device("mps"))  # its memory is the host's
-    assert of_apple.used_bytes > 0
-    assert of_apple.reserved_bytes is None
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 6 * GiB)
+    table = memory_table(list(nn.Linear(2, 2).parameters()), None, GPU)
+    assert (table["in use"], table["peak"], table["limit"]) == (5 * GiB, 6 * GiB, 80 * GiB)
+    assert table["activations and others"] == 5 * GiB - table["parameters"]
+    of_apple = memory_table([], None, torch.device("mps"))  # its memory is the host's
+    assert of_apple["in use"] > 0
 
 
 def test_a_record_waits_for_the_device_and_has_its_peak(

@@ -1,9 +1,7 @@
 """Trainer in one process: when it ends, what it prints and writes."""
 
 import json
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -82,20 +80,6 @@ def test_an_end_is_asked_for_and_kept_to(snapshot: SnapshotAssertion) -> None:
     assert (trainer.epoch, trainer.step) == (3, 9)
     trainer.fit(epochs=9, steps=12)
     assert (trainer.epoch, trainer.step) == (4, 12)
-
-
-def test_a_schedule_that_comes_or_goes_is_refused(snapshot: SnapshotAssertion) -> None:
-    def with_schedule() -> Trainer:
-        return make(schedule=lambda optimizer: schedule(optimizer, "constant"))
-
-    with_one, without = with_schedule(), make()
-    for case, trainer, state in (
-        ("goes", without, with_one.state()),
-        ("comes", with_one, without.state()),
-    ):
-        with pytest.raises(Impossible, match="schedule") as refusal:
-            trainer.restore(state)
-        assert refusal.value == snapshot(name=case)
 
 
 def test_pieces_after_a_change_of_the_batch_size_read_each_sample_once() -> None:
@@ -200,45 +184,3 @@ def test_running_out_of_memory_shows_the_memory_table() -> None:
     with pytest.raises(OutOfMemory) as told:
         make(loss=too_large).fit(steps=1)
     assert "parameters" in str(told.value)
-
-
-def test_other_ranks_say_and_write_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from dataclasses import replace
-
-    heard: list[StepRecord] = []
-    reports = Reports(
-        replace(WORLD, global_rank=1, world_size=2),
-        folder=tmp_path / "run",
-        on_record=[heard.append],
-    )
-    reports.open(10)
-    reports.say("something")
-    reports.close()
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.usefixtures("lines_by_steps_alone")
-def test_a_plain_step_passes_at_most_six_files() -> None:
-    package = Path(reports.__file__).parent.parent
-    files: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(package):
-            files.add(str(file.relative_to(package)))
-
-    trainer = make(data=BatchLoader([torch.ones(3)] * 80, WORLD, global_batch_size=8))
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        sys.setprofile(note if trainer.step == 5 else None)  # from this forward to the next one
-        return squares(model, batch)
-
-    trainer.loss = loss
-    try:
-        trainer.fit(steps=8)
-    finally:
-        sys.setprofile(None)
-    assert 3 <= len(files) <= 6, files

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible
+from torchmuster.train.data.loader import BatchLoader
 from torchmuster.train.reports import Reports
 from torchmuster.train.trainer import Trainer
 from torchmuster.train.world import join_world
@@ -77,7 +78,6 @@ OTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         ({"data": DATASET}, r"data is a dataset \(TensorDataset\), but there is no batch size"),
         ({"optimizer": "adam"}, "optimizer is 'adam', but must be an optimizer"),
         ({"optimizer": OTHER}, r"optimizer \(SGD\) has parameters that model does not have"),
-        ({"optimizer": lambda parameters: None}, "the result of optimizer is of type NoneType"),
         (
             {"model": lambda: nn.Linear(4, 4)},
             "optimizer is an instance of SGD, but model is a function",
@@ -90,3 +90,49 @@ OTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 def test_a_wrong_argument_is_named_in_one_sentence(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(Impossible, match=sentence):
         trainer(**changed)
+
+
+TARGETS = torch.arange(64) % 4
+CRITERIA: dict[str, nn.Module] = {
+    "plain": nn.CrossEntropyLoss(),
+    "ignoring": nn.CrossEntropyLoss(ignore_index=0),
+    "weighted": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 2.0])),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_weighs_as_it_would_on_the_whole_batch(name: str) -> None:
+    """In micro-batches with unequal numbers of counted targets."""
+    targets = TARGETS.sort().values
+    criterion = CRITERIA[name]
+    losses = []
+    for micro_batch_size in (64, 6):
+        loader = BatchLoader(
+            TensorDataset(POINTS, targets),
+            WORLD,
+            global_batch_size=64,
+            micro_batch_size=micro_batch_size,
+        )
+        made = trainer(loss=criterion, data=loader)
+        record = made.fit(steps=2)
+        assert record is not None
+        losses.append((record.loss, made.model.get_parameter("weight").detach()))
+    (loss, weight), (loss_of_parts, weight_of_parts) = losses
+    assert loss_of_parts == pytest.approx(loss, abs=1e-6)
+    assert torch.allclose(weight, weight_of_parts, atol=1e-6)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        total = criterion(plain(POINTS), targets)
+        (total / 64 if name == "sum" else total).backward()
+        optimizer.step()
+    assert torch.allclose(weight, plain.weight, atol=1e-6)
+
+
+def test_the_weights_of_a_criterion_move_to_the_device() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(4, device="meta"))
+    with pytest.raises(NotImplementedError, match="meta"):  # as far as tests without a GPU can show
+        trainer(loss=criterion)

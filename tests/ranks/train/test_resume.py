@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 def test_nothing_shows_that_a_training_was_interrupted(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:
-    gone_on_from = {"ddp": 10, "fsdp": 7, "fp16": 5, "few lines": 6}
+    gone_on_from = {"ddp": 10, "fsdp": 7, "fp16": 5}
     for answer in run_ranks(resuming.exactly, ranks, tmp_path):
         assert answer.keys() == gone_on_from.keys()
         for title, ways in answer.items():
@@ -26,7 +26,7 @@ def test_nothing_shows_that_a_training_was_interrupted(
             assert straight.pop("from") is None
             assert interrupted.pop("from") == gone_on_from[title]
             steps = [line["step"] for line in straight["steps"]]
-            assert steps == ([1, 4, 8, 11] if title == "few lines" else list(range(1, 12)))
+            assert steps == list(range(1, 12))
             assert [line["step"] for line in straight["evaluations"]] == [3, 6, 9]
             for what, value in interrupted.items():
                 assert value == straight[what], (title, what)
@@ -38,13 +38,11 @@ def test_an_odd_model_and_a_loader_of_ones_own_go_on_exactly(
 ) -> None:
     for answer in run_ranks(resuming.oddly, ranks, tmp_path):
         for name in ("single",) if ranks == 1 else ("ddp", "fsdp"):
-            weights, seen, lines = answer[f"{name} straight on"]
-            weights_of_parts, seen_in_parts, lines_of_parts = answer[f"{name} in parts"]
+            weights, seen, _ = answer[f"{name} straight on"]
+            weights_of_parts, seen_in_parts, _ = answer[f"{name} in parts"]
             assert len(seen) == 10
             assert seen_in_parts == seen
             assert weights_of_parts == weights, name
-            assert [line["step"] for line in lines] == [1, 10]
-            assert lines_of_parts == lines
             # What is not trained but changes is saved as it was after that step, whole.
             teachers = answer[f"{name} teachers"]
             assert teachers == [(step, {float(step)}) for step in range(1, 11)], name

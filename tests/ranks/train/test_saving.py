@@ -101,33 +101,6 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_used(
 
 
 @pytest.mark.nightly
-def test_room_is_looked_for_before_the_first_step(
-    run_ranks: RunRanks, tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
-    result, other = run_ranks(saving.room, 2, tmp_path)
-    assert other["one fits"] == result["one fits"]
-    (apart,), problem, left = result["not shared"]
-    assert apart.name == "checkpoint-place-not-shared"
-    assert apart.status.value == "failure"
-    assert "rank 1 " in apart.what
-    assert f"{tmp_path}/of-0/saves" in apart.why
-    assert apart.fix in problem
-    assert left[0] == []  # what can never be a checkpoint is not kept
-    assert result["left"] == []  # nor what a killed save left
-    (warning,) = result["one fits"]
-    assert warning.status.value == "warning"
-    assert "4 checkpoints" in warning.what
-    assert f"{tmp_path}/empty" in warning.what
-    assert " 5 exist " in warning.why  # while one is saved
-    assert "9.8 KiB" in warning.why
-    assert warning == snapshot
-    (failure,) = result["none fits"]
-    assert failure.status.value == "failure"
-    assert f"{tmp_path}/empty" in failure.what
-    assert failure == snapshot
-
-
-@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_full_disk_fails_a_save_and_nothing_else(run_ranks: RunRanks, tmp_path: Path) -> None:
     mounted = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)]
@@ -157,17 +130,8 @@ def test_a_mount_that_is_lost_fails_a_save_and_nothing_else(
     assert good_again == (None, 2)
 
 
-@pytest.mark.nightly
-def test_a_service_that_is_lost_fails_a_save_and_nothing_else(
-    run_ranks: RunRanks,
-) -> None:
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
-    answers = run_ranks(saving.lose_service, 2)
-    assert answers[0] == answers[1]
-    good, (bad, kept), good_again = answers[0]
-    assert good == (None, [1])
-    assert bad.startswith("rank 0: cannot access s3://bucket/run")
-    assert "made-up-secret" not in bad
-    assert kept == []  # it kept everything in its memory
-    assert good_again == (None, [5])
+def test_folders_that_hosts_do_not_share_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for said, problem, left in run_ranks(saving.on_disks_of_their_own, 2, tmp_path):
+        assert "rank 1 does not see rank 0's" in said
+        assert "save to a folder that all hosts share" in problem
+        assert left[0] == []  # what can never be a checkpoint is not kept

@@ -16,6 +16,7 @@ call every method, in the same order.
 
 import contextlib
 import itertools
+import os
 import platform
 import threading
 import time
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from torchmuster.checkpoints.manifest import (
@@ -55,12 +56,14 @@ from torchmuster.checkpoints.verify import (
     sweep_unfinished,
     verify_file,
 )
+from torchmuster.devices.readers.cpu import read_cpu
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.finding import Finding, Status
 from torchmuster.train.checkpointing.local_copy import LocalCopy
 from torchmuster.train.checkpointing.matching import tensors_to_load
 from torchmuster.train.checkpointing.ranks import Ranks, cause_of
 from torchmuster.train.checkpointing.state_tree import flatten, tied_tensors, unflatten
+from torchmuster.train.out_of_memory import local_bytes
 from torchmuster.units import format_bytes
 
 # Planning takes one message per rank; from this number on, torch reuses the plan of the last save.
@@ -81,8 +84,7 @@ class SaveReport:
     step: int
     name: str
     size_bytes: int  # of all ranks together; 0 if it failed
-    stall_s: float  # how long this rank's training waited for it
-    waited_s: float  # the part of it spent on the previous save
+    stall_s: float  # how long this rank's training waited for it, and for the previous save
     took_s: float
     problem: str | None = None
 
@@ -120,6 +122,8 @@ class Checkpointer:
                 "a Checkpointer was created before the process group",
                 fix="create the group first: with join_world() as world: …",
             )
+        if keep < 1:
+            raise Impossible(f"keep is {keep}, but must be at least 1: the checkpoint just saved")
         if isinstance(location, str | Path):
             location = open_store(location)
         self.store: Store = location
@@ -133,23 +137,33 @@ class Checkpointer:
         self._stager: DefaultStager | None = None
         self._thread: threading.Thread | None = None  # commits the save that is being written
         self._report: SaveReport | None = None  # of the last save
+        self._began_s = 0.0
+        self._is_synchronous = False  # the host has no memory for copies
 
-    def check_room(self, state: dict[str, Any]) -> list[Finding]:
+    def check_room(self, state: dict[str, Any]) -> str:
         """Check before the first step that a checkpoint fits, and that all ranks see the same folder.
 
-        Deletes the files of interrupted saves: only one training run saves to a location.
+        Deletes the files of interrupted saves: only one training run saves to a location. If the host
+        has no memory for copies of the ranks' tensors, saves will wait for the disk; return why, or "".
         """
         self.wait()
-        size_bytes = sum(tensor.nbytes for tensor in flatten(state)[1].values())
-        findings: list[Finding] = []
+        tensors = flatten(state)[1].values()
         with self._ranks.together():
             if self._ranks.is_first:
                 sweep_unfinished(self.store)
-                findings = _room_findings(self.store, size_bytes, keep=self._keep)
-        findings = self._ranks.from_first(findings)
-        if not any(finding.status is Status.FAILURE for finding in findings):
-            findings += self._local.sharing_findings()
-        return findings
+                _refuse_small_room(self.store, sum(tensor.nbytes for tensor in tensors))
+        self._local.refuse_unshared()
+        copied_bytes = local_bytes(tensors)
+        free_bytes = read_cpu().free_bytes
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        is_small = free_bytes is not None and copied_bytes * ranks_here > free_bytes
+        self._is_synchronous = any(self._ranks.from_all(is_small))
+        if not self._is_synchronous:
+            return ""
+        return (
+            f"saves stop the training until they are written: a host has no memory for copies of "
+            f"{format_bytes(copied_bytes)} for each rank"
+        )
 
     def save(
         self,
@@ -166,29 +180,13 @@ class Checkpointer:
         rank 0's are saved. ``own`` is this rank's own state, as JSON types. ``best`` marks the best
         checkpoint so far, with its metric.
         """
-        began = time.perf_counter()
+        self._began_s = time.perf_counter()
         self.wait()
-        waited_s = time.perf_counter() - began
         rest, tensors = flatten(state)
         _refuse_unsupported(tensors)
         tied = tied_tensors(tensors)
         name = self._ranks.from_first(new_name(step))
-        if self._stager is None:
-            self._stager = _stager()
-        future = async_save(
-            self._tensors_to_write(state, tensors, tied),
-            storage_writer=HuggingFaceStorageWriter(
-                str(self._local.folder(name)), save_distributed=True
-            ),
-            planner=self._planner(
-                flatten_state_dict=False,
-                flatten_sharded_tensors=False,
-                enable_plan_caching=self._ranks.size >= CACHE_PLANS_FROM,
-            ),
-            async_stager=self._stager,
-            process_group=self._ranks.group,
-        )
-        assert isinstance(future, Future), "the stager copies before it returns"
+        future = self._write(name, self._tensors_to_write(state, tensors, tied))
         manifest = Manifest(
             name=name,
             step=step,
@@ -206,8 +204,7 @@ class Checkpointer:
             step=step,
             name=name,
             size_bytes=0,
-            stall_s=time.perf_counter() - began,
-            waited_s=waited_s,
+            stall_s=time.perf_counter() - self._began_s,
             took_s=0.0,
             problem="the process is ending",
         )
@@ -268,10 +265,6 @@ class Checkpointer:
             step=manifest.step, state=unflatten(manifest.state, tensors), own=own, newest=newest
         )
 
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank; all ranks call this."""
-        return any(self._ranks.from_all(flag))
-
     def close(self) -> None:
         """Wait for the last save and release its memory."""
         self.wait()
@@ -286,6 +279,32 @@ class Checkpointer:
         # After an error other ranks may be gone, and a save that waits for them would never finish.
         if error is None:
             self.close()
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> "Future[Any]":
+        """Begin to write tensors; they are copied when this returns."""
+        options: dict[str, Any] = {
+            "storage_writer": HuggingFaceStorageWriter(
+                str(self._local.folder(name)), save_distributed=True
+            ),
+            "planner": self._planner(
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
+                enable_plan_caching=self._ranks.size >= CACHE_PLANS_FROM,
+            ),
+            "process_group": self._ranks.group,
+        }
+        if self._is_synchronous:
+            written: Future[Any] = Future()
+            try:
+                written.set_result(save(tensors, **options))
+            except (Exception, CheckpointException) as error:
+                written.set_exception(error)
+            return written
+        if self._stager is None:
+            self._stager = _stager()
+        future = async_save(tensors, async_stager=self._stager, **options)
+        assert isinstance(future, Future), "the stager copies before it returns"
+        return future
 
     def _tensors_to_write(
         self, state: dict[str, Any], tensors: dict[str, torch.Tensor], tied: Mapping[str, str]
@@ -311,7 +330,6 @@ class Checkpointer:
     def _finish(self, future: "Future[Any]", manifest: Manifest, own: Any) -> None:
         """Commit a save and complete its report; runs in a thread of its own, on all ranks."""
         assert self._report is not None
-        began = time.perf_counter() - self._report.stall_s + self._report.waited_s
         size_bytes = 0
         try:
             problem, size_bytes = self._commit(future, manifest, own)
@@ -320,7 +338,7 @@ class Checkpointer:
         self._report = replace(
             self._report,
             size_bytes=size_bytes,
-            took_s=time.perf_counter() - began,
+            took_s=time.perf_counter() - self._began_s,
             problem=problem,
         )
 
@@ -448,29 +466,12 @@ def _refuse_unsupported(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _room_findings(store: Store, size_bytes: int, *, keep: int) -> list[Finding]:
-    """Return a finding if ``keep`` checkpoints, plus the one being written, do not fit in the store."""
+def _refuse_small_room(store: Store, size_bytes: int) -> None:
+    """Raise if a checkpoint of this size does not fit in the store."""
     free = store.free_bytes()
-    if free is None:
-        return []
-    held = sum(size or 0 for name in store.names() for size in store.sizes(name).values())
-    needed = (keep + 1) * size_bytes
-    if free >= size_bytes and free + held >= needed:
-        return []
-    name, status = "checkpoint-little-room", Status.WARNING
-    what = f"not enough space for {keep} checkpoints in {store.where}"
-    if free < size_bytes:
-        name, status = "checkpoint-no-room", Status.FAILURE
-        what = f"no space for a checkpoint in {store.where}"
-    return [
-        Finding(
-            name=name,
-            status=status,
-            what=what,
-            why=f"a checkpoint takes {format_bytes(size_bytes)}, and {keep + 1} exist during a save: "
-            f"{format_bytes(needed)} in total; free: {format_bytes(free)}, existing checkpoints: "
-            f"{format_bytes(held)}",
-            fix="free disk space there, keep fewer (checkpoint.keep), or save to another location "
-            "(checkpoint.folder)",
+    if free is not None and free < size_bytes:
+        raise Impossible(
+            f"no space for a checkpoint in {store.where}",
+            why=f"a checkpoint takes {format_bytes(size_bytes)}; free: {format_bytes(free)}",
+            fix="free disk space there, or save to another location (checkpoint.folder)",
         )
-    ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmuster.checkpoints.store import FolderStore, Store
-from torchmuster.finding import Finding, Status
+from torchmuster.errors import Impossible
 from torchmuster.train.checkpointing.ranks import Ranks
 
 _PREFIX = "muster-checkpoints-"
@@ -57,10 +57,10 @@ class LocalCopy:
         if self._remote is not None and self._number == 0:
             shutil.rmtree(self.folder(name), ignore_errors=True)
 
-    def sharing_findings(self) -> list[Finding]:
-        """Return a finding if a rank does not see the folder that rank 0 sees."""
+    def refuse_unshared(self) -> None:
+        """Raise if a rank does not see the folder that rank 0 sees."""
         if self._remote is not None or self._ranks.size == 1:
-            return []
+            return
         probe = self._folder / self._ranks.from_first(f".seen-by-all-{os.urandom(4).hex()}")
         with self._ranks.together():
             if self._ranks.is_first:
@@ -69,18 +69,12 @@ class LocalCopy:
         seen = self._ranks.from_all(probe.exists())
         if self._ranks.is_first:
             probe.unlink(missing_ok=True)
-        absent = [rank for rank, is_seen in enumerate(seen) if not is_seen]
-        if not absent:
-            return []
-        return [
-            Finding(
-                name="checkpoint-place-not-shared",
-                status=Status.FAILURE,
-                what=f"the ranks do not save to the same folder: rank {absent[0]} does not see rank 0's",
-                why=f"{len(absent)} of {self._ranks.size} ranks have another {self._folder}",
+        if not all(seen):
+            raise Impossible(
+                f"the ranks do not save to the same folder: rank {seen.index(False)} does not see rank 0's",
+                why=f"{seen.count(False)} of {len(seen)} ranks have another {self._folder}",
                 fix="save to a folder that all hosts share, or to object storage",
             )
-        ]
 
     def close(self) -> None:
         """Delete the temporary folder."""
