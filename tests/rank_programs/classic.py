@@ -100,9 +100,7 @@ def load_and_train(world: World, folder: str, per_rank: int) -> Any:
         one.data.fill_(world.global_rank)
     trainer = DDPTrainer(model, world.global_rank, world.world_size)
     optimizer = adam(trainer.model)
-    # Only rank 0 needs to see the file.
-    path = Path(folder) / ("checkpoint" if world.is_first else "nowhere")
-    epoch = trainer.load_checkpoint(path, optimizer)
+    epoch = trainer.load_checkpoint(Path(folder) / "checkpoint", optimizer)
     loaded = weights(trainer.model)
     loader = create_distributed_dataloader(dataset(12), per_rank)
     loss = trainer.train_epoch(loader, optimizer, nn.CrossEntropyLoss())
@@ -148,6 +146,8 @@ def pitfalls(world: World, hostile: str) -> dict[str, Any]:
     )
     said("uneven", lambda: trainer.train_epoch(uneven, optimizer, nn.CrossEntropyLoss()))
     said("hostile", lambda: trainer.load_checkpoint(hostile, optimizer))
+    not_an_epoch: Any = said  # a local function cannot be pickled
+    said("unpicklable", lambda: trainer.save_checkpoint(f"{hostile}.2", not_an_epoch, optimizer))
     said("unwritable", lambda: trainer.save_checkpoint("/proc/nowhere/file", 0, optimizer))
     said("contradiction", lambda: DDPTrainer(network(), rank, size + 1))
     points: Any = torch.zeros(4, 4)

@@ -73,6 +73,15 @@ def _is_up_to(line: str, step: int) -> bool:
         return False
 
 
+def print_line(text: str) -> None:
+    """Print without buffering, for log files; if the disk is full, training continues without the text."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+
+
 class Reports:
     """Decides when the next line is due, and sends lines to the screen, files and callbacks."""
 
@@ -103,14 +112,9 @@ class Reports:
             self._files.cut_off_after(step, evaluated=evaluated)
 
     def say(self, text: str) -> None:
-        """Show a text, on rank 0, without buffering; if the disk is full, training continues without it."""
-        if not self._speaks or not text:
-            return
-        try:
-            print(text, flush=True)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
+        """Show a text, on rank 0."""
+        if self._speaks and text:
+            print_line(text)
 
     def record(self, record: StepRecord) -> None:
         """Show and write a record."""

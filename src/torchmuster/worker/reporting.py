@@ -17,7 +17,7 @@ from torchmuster.monitor.sinks import send_in_background
 from torchmuster.plan.hardware import catalogue
 from torchmuster.runfolder import RunFolder
 from torchmuster.train.models.parameters import packed_sizes
-from torchmuster.train.reports import Lines
+from torchmuster.train.reports import print_line
 from torchmuster.train.world import World, all_gather_object
 
 
@@ -82,7 +82,7 @@ def transformer_size(model: nn.Module) -> TransformerSize | None:
 def rank_zero_log(world: World, text: str) -> None:
     """Print a text, on rank 0."""
     if world.is_first:
-        Lines().say(text)
+        print_line(text)
 
 
 def refuse_missing_sinks(resolved: Resolved, world: World) -> None:

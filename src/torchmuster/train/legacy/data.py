@@ -1,6 +1,5 @@
 """DataLoaders for each rank, with a sampler that handles epochs, seeds and the last batch."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -24,19 +23,7 @@ def present_world(rank: int | None = None, world_size: int | None = None) -> Wor
 
     Rejects a rank or number of ranks that contradicts the group.
     """
-    if dist.is_initialized():
-        with join_world() as world:  # created elsewhere, so it is not destroyed here
-            pass
-        _refuse_contradiction("rank", rank, world.global_rank)
-        _refuse_contradiction("world_size", world_size, world.world_size)
-        return world
-    if (rank or 0) != 0 or (world_size or 1) != 1:
-        raise Impossible(
-            f"rank {rank} of {world_size} was given, but there is no process group",
-            why="the process group must be initialized first",
-            fix="call setup_distributed(rank, world_size) first (torchmuster.distributed)",
-        )
-    return World(
+    world = World(
         global_rank=0,
         local_rank=0,
         node_rank=0,
@@ -44,16 +31,19 @@ def present_world(rank: int | None = None, world_size: int | None = None) -> Wor
         local_world_size=1,
         device=_own_device(),
         backend="",
-        reasons=("no process group, so this process is alone",),
     )
-
-
-def _refuse_contradiction(name: str, given: int | None, true: int) -> None:
-    if given is not None and given != true:
+    if dist.is_initialized():
+        with join_world() as world:  # created elsewhere, so it is not destroyed here
+            pass
+    own = (world.global_rank, world.world_size)
+    wanted = (own[0] if rank is None else rank, own[1] if world_size is None else world_size)
+    if wanted != own:
         raise Impossible(
-            f"{name}={given} was given, but in the group of this process it is {true}",
-            fix=f"remove {name}, or give the same value as to setup_distributed",
+            f"rank {wanted[0]} of {wanted[1]} was given, but this process is rank {own[0]} of {own[1]}",
+            why="" if world.backend else "there is no process group",
+            fix="call setup_distributed(rank, world_size) first (torchmuster.distributed), with these values",
         )
+    return world
 
 
 def _own_device() -> torch.device:
@@ -78,45 +68,33 @@ def reduce_mean(value: Value, world_size: int | None = None) -> Value:
     if not isinstance(value, torch.Tensor):
         return sum_over_ranks([value], world)[0] / world.world_size
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-    if world.world_size == 1:
-        return value.detach().to(dtype, copy=True)
     mean = value.detach().to(world.device, most_exact_type(world.device), copy=True)
-    dist.all_reduce(mean)
+    if world.world_size > 1:
+        dist.all_reduce(mean)
     return (mean / world.world_size).to(value.device, dtype)
 
 
 def sync_gradients(model: nn.Module) -> None:
     """Replace every gradient by its mean over the ranks: like DDP, but after the backward.
 
-    For a model without a wrapper, and to show what DDP does: gradients of one dtype are sent
-    in one all-reduce. A gradient that exists on some ranks only counts as 0 on the others.
+    For a model without a wrapper, and to show what DDP does. A gradient that exists on some ranks
+    only counts as 0 on the others.
     """
     world = present_world()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise Impossible(
-            "sync_gradients cannot average the gradients of this model: they are sharded",
-            why="each rank holds a different part; FSDP has already averaged them in the "
-            "backward pass",
+            "sync_gradients cannot average sharded gradients: FSDP has averaged them already",
             fix="remove the call",
         )
-    if world.world_size == 1:
-        return
     holders = sum_over_ranks([float(parameter.grad is not None) for parameter in parameters], world)
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for parameter, ranks in zip(parameters, holders, strict=True):
-        if ranks == 0:
+        if ranks == 0 or world.world_size == 1:
             continue  # unused everywhere: an optimizer must not see it
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        alike[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
-    for gradients in alike.values():
-        together = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(together)
-        together /= world.world_size
-        parts = torch.split(together, [gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, parts, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world.world_size
 
 
 class EachSampleOnce(DistributedSampler[Any]):

@@ -1,9 +1,7 @@
 """``ProductionTrainer``: DDP with mixed precision, accumulation, a schedule, checkpoints and curves."""
 
-import copy
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,12 @@ from torchmuster.devices.as_json import device_numbers
 from torchmuster.devices.visibility import visible
 from torchmuster.errors import Impossible
 from torchmuster.train import seeds
+from torchmuster.train.criterion import (
+    Criterion,
+    inputs_and_targets,
+    loss_and_count,
+    loss_of_pairs,
+)
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter
 from torchmuster.train.data.pytree import move_to_device
 from torchmuster.train.data.step import MicroBatch, Step
@@ -25,7 +29,7 @@ from torchmuster.train.evaluate import evaluate
 from torchmuster.train.legacy import checkpoint_file
 from torchmuster.train.legacy.data import present_world
 from torchmuster.train.optimizers import Shape, schedule
-from torchmuster.train.precision import FP32, Precision, choose_precision, precision_support
+from torchmuster.train.precision import FP32, Precision, choose_precision
 from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.ddp import Ddp
 from torchmuster.train.strategies.single import Single
@@ -37,86 +41,14 @@ from torchmuster.train.world import (
     sum_over_ranks,
 )
 
-
-class Board:
-    """Writes named values by step; nothing on ranks other than 0, or without a folder."""
-
-    def __init__(self, folder: Path | None, world: World) -> None:
-        self._writer = _writer(folder) if folder is not None and world.is_first else None
-
-    def write(self, numbers: Mapping[str, float], step: int) -> None:
-        """Add a point to each of these curves."""
-        if self._writer is not None:
-            for name, number in numbers.items():
-                self._writer.add_scalar(name, number, step)
-
-    def write_gpus(self, step: int) -> None:
-        """Add a point for each GPU of this host that is visible to the run."""
-        if self._writer is not None:
-            devices = visible(snapshot.take_snapshot().accelerators, os.environ).devices
-            for device in devices:
-                self.write(device_numbers(device), step)
-
-    def close(self) -> None:
-        """Flush the curves."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise Impossible(
-            "TensorBoard curves were requested, but tensorboard is not installed",
-            why=str(error),
-            fix="pip install 'torchmuster[tensorboard]', or remove tensorboard_folder",
-        ) from error
-    return SummaryWriter(folder)
-
-
-Criterion: TypeAlias = Callable[[Any, Any], torch.Tensor]
-
 _log = logging.getLogger(__name__)
 
-
-def inputs_and_targets(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """Split a batch into the model's inputs and the targets, which are its last item."""
-    if isinstance(batch, tuple | list) and len(batch) >= 2:
-        return tuple(batch[:-1]), batch[-1]
-    raise Impossible(
-        f"a batch must be (inputs, targets), but this one is a {type(batch).__name__}",
-        why="the criterion is called as criterion(model(inputs), targets)",
-        fix="return pairs from the dataset, or write the loop with "
-        "torchmuster.train.step.TrainStep",
-    )
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def loss_and_count(
-    criterion: Criterion, output: Any, targets: Any
-) -> tuple[torch.Tensor, torch.Tensor | int | None]:
-    """Return ``(total, count)`` if the criterion has its own count, else ``(mean, None)``.
-
-    Cross entropy ignores targets (``ignore_index``) and weights classes, so its mean is not the
-    mean over the samples: the means of two batches must be weighted by their counts.
-    """
-    if (
-        isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
-        and criterion.reduction == "mean"
-        and not targets.is_floating_point()
-    ):
-        summed = copy.copy(criterion)
-        summed.reduction = "sum"
-        # On the device: selecting the counted targets would need their number on the host.
-        counts = targets != criterion.ignore_index
-        if criterion.weight is None:
-            return summed(output, targets), counts.sum()
-        weights = criterion.weight[targets.where(counts, 0)]
-        return summed(output, targets), weights.where(counts, 0).sum()
-    loss = criterion(output, targets)
-    if getattr(criterion, "reduction", "mean") == "sum":
-        return loss, len(targets)
-    return loss, None
+def strategy_of(world: World) -> Strategy:
+    """Return DDP in a process group, else a single process."""
+    return Ddp(world) if world.backend else Single(world)
 
 
 def mean_of(sums: torch.Tensor, world: World) -> float:
@@ -125,7 +57,12 @@ def mean_of(sums: torch.Tensor, world: World) -> float:
     return total / count if count else float("nan")
 
 
-def train_epoch(
+def no_sums(world: World) -> torch.Tensor:
+    """Return a total and a count of 0, on the device."""
+    return torch.zeros(2, dtype=most_exact_type(world.device), device=world.device)
+
+
+def train_steps(
     model: nn.Module,
     steps: Iterable[Step],
     criterion: Criterion,
@@ -133,39 +70,33 @@ def train_epoch(
     world: World,
     *,
     precision: Precision = FP32,
-    on_step: Callable[[torch.Tensor], None] = lambda sums: None,
-) -> float:
-    """Train on these steps; return the mean loss of all ranks.
+) -> Iterator[torch.Tensor]:
+    """Train; yield the total and the count of each step's losses on this rank, 0 for a skipped step.
 
-    ``on_step`` gets the total and the count of each step's losses on this rank; both are 0 for a skipped step.
     Nothing waits for the device.
     """
     model.train()
-    whole = torch.zeros(2, dtype=most_exact_type(world.device), device=world.device)
+    loss_of = loss_of_pairs(criterion, world.device)
     done = 0
     skipped: torch.Tensor | float = 0.0
     for step in steps:
-        sums = torch.zeros_like(whole)
+        sums = no_sums(world)
         for micro in update.accumulate(step):
-            inputs, targets = inputs_and_targets(micro.batch)
             with precision.autocast(world.device):
-                loss, counted = loss_and_count(criterion, model(*inputs), targets)
-            update.backward(loss, counted)
+                result = loss_of(model, micro.batch)
+            loss, count = result if isinstance(result, tuple) else (result, None)
+            update.backward(loss, count)
             if micro.samples:
-                if counted is None:
-                    loss, counted = loss * micro.samples, micro.samples
+                if count is None:
+                    loss, count = loss * micro.samples, micro.samples
                 sums[0] += loss.detach()
-                sums[1] += counted
-        outcome = update.apply()
-        skipped = skipped + outcome.found_inf
-        sums = sums.where(outcome.found_inf == 0, 0)
-        whole += sums
+                sums[1] += count
+        result_of_step = update.apply()
+        skipped = skipped + result_of_step.found_inf
         done += 1
-        on_step(sums)
-    update.settle()
+        yield sums.where(result_of_step.found_inf == 0, 0)
     if number := int(skipped):
         _log.warning("%d of %d steps were skipped: their gradients were not finite", number, done)
-    return mean_of(whole, world)
 
 
 class DDPTrainer:
@@ -178,8 +109,7 @@ class DDPTrainer:
 
     def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
         self._world = present_world(rank, world_size)
-        alone = not self._world.backend
-        self._strategy: Strategy = Single(self._world) if alone else Ddp(self._world)
+        self._strategy = strategy_of(self._world)
         self.model = self._strategy.prepare(model)
         self._epoch = 0  # of the next pass over the data
 
@@ -194,14 +124,13 @@ class DDPTrainer:
         """
         # A script that calls set_epoch itself is believed.
         self._epoch = max(self._epoch, getattr(dataloader.sampler, "epoch", 0))
-        loader = DataLoaderAdapter(dataloader, self._world)
+        steps = DataLoaderAdapter(dataloader, self._world).epoch(self._epoch)
         update = TrainStep(self.model, optimizer, self._strategy, self._world)
-        if isinstance(criterion, nn.Module):
-            criterion.to(self._world.device)  # class weights
-        steps = loader.epoch(self._epoch)
-        mean = train_epoch(self.model, steps, criterion, update, self._world)
+        whole = no_sums(self._world)
+        for sums in train_steps(self.model, steps, criterion, update, self._world):
+            whole += sums
         self._epoch += 1
-        return mean
+        return mean_of(whole, self._world)
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], epoch: int, optimizer: torch.optim.Optimizer
@@ -217,17 +146,14 @@ class DDPTrainer:
     def load_checkpoint(
         self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
     ) -> int:
-        """Read a file of ``save_checkpoint`` on rank 0 and broadcast it; return its epoch.
+        """Read a file of ``save_checkpoint``, on each rank; return its epoch.
 
         Any number of ranks may load it. The next ``train_epoch`` is the epoch after it.
         """
-        saved = checkpoint_file.load_together(Path(path), self._world)
+        saved = checkpoint_file.read_file(Path(path))
         checkpoint_file.load_states(saved, self.model, optimizer, Path(path))
         self._epoch = int(saved["epoch"]) + 1
         return int(saved["epoch"])
-
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +199,9 @@ class ProductionTrainer:
             config = ProductionConfig(**config)
         self.config = config
         self._world = world = present_world()
-        self._strategy: Strategy = Ddp(world) if world.backend else Single(world)
-        self.model = self._strategy.prepare(model)
-        self.precision = choose_precision(config.precision, precision_support(world))
-        if isinstance(config.criterion, nn.Module):
-            config.criterion.to(world.device)  # class weights
+        strategy = strategy_of(world)
+        self.model = strategy.prepare(model)
+        self.precision = choose_precision(config.precision, world)
         self._loader = DataLoaderAdapter(train_loader, world, accumulation=config.accumulation)
         self._val_loader = val_loader
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -297,36 +221,43 @@ class ProductionTrainer:
         self._update = TrainStep(
             self.model,
             self.optimizer,
-            self._strategy,
+            strategy,
             world,
             precision=self.precision.value,
             clip_norm=config.clip_norm,
             schedule=self.scheduler,
         )
-        folder = config.tensorboard_folder
-        self._board = Board(None if folder is None else Path(folder), world)
         self._steps = 0  # since the beginning of the run
-        # Total and count since the last point of the curve.
-        self._losses = torch.zeros(2, dtype=most_exact_type(world.device), device=world.device)
+        self._writer: Any = None
+        if config.tensorboard_folder is not None and world.is_first:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(config.tensorboard_folder)
 
     def train_epoch(self, epoch: int) -> float:
         """Train on every batch once; return the mean loss over all samples of all ranks."""
-        began = time.perf_counter()
-        before = self._steps
-        mean = train_epoch(
+        world = self._world
+        whole, recent = no_sums(world), no_sums(world)
+        for sums in train_steps(
             self.model,
             self._loader.epoch(epoch),
             self.config.criterion,
             self._update,
-            self._world,
+            world,
             precision=self.precision.value,
-            on_step=self._note,
-        )
-        steps_per_s = (self._steps - before) / (time.perf_counter() - began)
-        self._board.write(
-            {"train/loss of the epoch": mean, "train/steps_per_s": steps_per_s}, self._steps
-        )
-        self._board.write_gpus(self._steps)
+        ):
+            whole += sums
+            recent += sums
+            self._steps += 1
+            if self._steps % self.config.log_every == 0:
+                rate = float(self.scheduler.get_last_lr()[0])
+                self._write({"train/loss": mean_of(recent, world), "train/learning_rate": rate})
+                recent.zero_()
+        mean = mean_of(whole, world)
+        self._write({"train/loss of the epoch": mean})
+        if self._writer is not None:
+            for device in visible(snapshot.take_snapshot().accelerators, os.environ).devices:
+                self._write(device_numbers(device))
         return mean
 
     def validate(self) -> dict[str, float]:
@@ -345,9 +276,7 @@ class ProductionTrainer:
             self._world,
             precision=self.precision.value,
         )
-        self._board.write(
-            {f"validation/{name}": value for name, value in found.items()}, self._steps
-        )
+        self._write({f"validation/{name}": value for name, value in found.items()})
         return found
 
     def save_checkpoint(self, epoch: int) -> Path:
@@ -369,12 +298,11 @@ class ProductionTrainer:
 
         With the same number of ranks, training continues exactly as without an interruption.
         """
-        saved = checkpoint_file.load_together(Path(path), self._world)
+        saved = checkpoint_file.read_file(Path(path))
         checkpoint_file.load_states(saved, self.model, self.optimizer, Path(path))
         self.scheduler.load_state_dict(saved["schedule"])
         self._update.restore(saved["update"])
         self._steps = int(saved["step"])
-        self._losses.zero_()
         states = saved["random"]
         if len(states) == self._world.world_size:
             seeds.load_random_states(states[self._world.global_rank], self._world)
@@ -389,20 +317,14 @@ class ProductionTrainer:
 
     def close(self) -> None:
         """Flush the curves."""
-        self._board.close()
+        if self._writer is not None:
+            self._writer.close()
 
-    def _note(self, sums: torch.Tensor) -> None:
-        self._steps += 1
-        self._losses += sums
-        if self._steps % self.config.log_every == 0:
-            self._board.write(
-                {
-                    "train/loss": mean_of(self._losses, self._world),
-                    "train/learning_rate": float(self.scheduler.get_last_lr()[0]),
-                },
-                self._steps,
-            )
-            self._losses.zero_()
+    def _write(self, numbers: Mapping[str, float]) -> None:
+        """Add a point to each of these curves; on rank 0, with a ``tensorboard_folder``."""
+        if self._writer is not None:
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, self._steps)
 
     def _measure(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         inputs, targets = inputs_and_targets(batch)
