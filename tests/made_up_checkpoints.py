@@ -12,7 +12,8 @@ import msgspec
 
 from torchmuster.checkpoints.manifest import FileRecord, Manifest, commit_checkpoint, new_name
 from torchmuster.checkpoints.store import Store
-from torchmuster.checkpoints.tensor_files import ELEMENT_BYTES
+
+ELEMENT_BYTES = {"BOOL": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I64": 8, "F64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)

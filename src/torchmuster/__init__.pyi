@@ -31,7 +31,7 @@ from torchmuster.integrations.recorder import log_evaluation as log_evaluation
 from torchmuster.known_errors.explain import explain_text as explain_text
 from torchmuster.train.bad_numbers import BadNumbers as BadNumbers
 from torchmuster.train.checkpointing.checkpointer import Checkpointer as Checkpointer
-from torchmuster.train.checkpointing.policy import CheckpointSettings as CheckpointSettings
+from torchmuster.train.checkpointing.saves import CheckpointSettings as CheckpointSettings
 from torchmuster.train.data.dataloader_adapter import DataLoaderAdapter as DataLoaderAdapter
 from torchmuster.train.data.loader import BatchLoader as BatchLoader
 from torchmuster.train.data.stream import StreamLoader as StreamLoader
@@ -47,7 +47,6 @@ from torchmuster.train.models.meta_init import build_on_rank_0 as build_on_rank_
 from torchmuster.train.optimizers import schedule as schedule
 from torchmuster.train.out_of_memory import oom_report as oom_report
 from torchmuster.train.precision import choose_precision as choose_precision
-from torchmuster.train.precision import precision_support as precision_support
 from torchmuster.train.reports import Reports as Reports
 from torchmuster.train.seeds import seed_everything as seed_everything
 from torchmuster.train.step import TrainStep as TrainStep

@@ -140,12 +140,6 @@ def manifest(data: bytes) -> None:
         Manifest.from_json(data).to_json()
 
 
-def tensor_head(data: bytes) -> None:
-    from torchmuster.checkpoints.tensor_files import read_head
-
-    read_head(lambda begin, end: data[begin:end], len(data))
-
-
 @contextlib.contextmanager
 def checkpoint_of_a_script() -> Iterator[Parse]:
     """Write the bytes to each file of other libraries' checkpoints in turn, and look for what is missing."""
@@ -277,14 +271,6 @@ TARGETS: dict[str, Target] = {
             b'{"format":99}',
             b'{"format":2,"step":-1,"files":{"../x":{}}}',
         ),
-    ),
-    "safetensors-head": Target(
-        plain(tensor_head),
-        (
-            b"\x02\0\0\0\0\0\0\0{}",
-            b'\x3c\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}\0\0\0\0',
-        ),
-        (ValueError,),
     ),
     "settings-yaml": Target(
         settings_file,

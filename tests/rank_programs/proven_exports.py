@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
+from torchmuster.checkpoints.export import ExportRequest, ExportResult, run_exporter
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.config.layers import Flag
@@ -63,8 +62,11 @@ def train_and_prove(
             run.config.write_text(settings_yaml(resolved))
     facts: dict[str, Any] = {}
 
-    def check(request: ExportCheck, *, limit_s: float) -> CheckResult:
-        result = run_check(request, limit_s=limit_s) if fresh else exported.check_export(request)
+    def check(request: ExportRequest, *, limit_s: float) -> ExportResult:
+        if fresh:
+            result = run_exporter(request, limit_s=limit_s)
+        else:
+            result = exported.check(Path(request.folder), request)
         facts["final"] = result
         return result
 
@@ -73,7 +75,7 @@ def train_and_prove(
         return compare_hashes(folder, hashes)
 
     with (
-        mock.patch.object(training, "run_check", check),
+        mock.patch.object(training, "run_exporter", check),
         mock.patch.object(training, "compare_hashes", compare),
     ):
         try:
@@ -96,24 +98,23 @@ def _export(
 ) -> Any:
     store = FolderStore(run.checkpoints)
     manifest = committed_manifests(store)[0]
-    results = []
+    request = ExportRequest(
+        checkpoint=str(run.checkpoints / manifest.name),
+        folder=str(folder),
+        beside=str(run.model),
+        **how,
+    )
 
-    def finish(unfinished: Path) -> None:
+    def finish(unfinished: Path) -> ExportResult:
         _damage(unfinished, damage)
-        results.append(exported.check_export(ExportCheck(folder=str(unfinished), **how)))
+        return exported.check(unfinished, request)
 
     try:
-        export_weights(
-            store,
-            manifest,
-            folder,
-            beside=run.model,
-            finish=finish,
-            most_in_a_file_bytes=most_in_a_file_bytes,
+        return exported.export_weights(
+            request, finish=finish, most_in_a_file_bytes=most_in_a_file_bytes
         )
     except MusterError as error:
         return f"{error.what}\n{error.why}"
-    return results[0]
 
 
 def _damage(folder: Path, how: str) -> None:

@@ -12,7 +12,7 @@ import tiny_models
 from nightly import nightly_except
 from rank_group import RunRanks
 from rank_programs import trained_models
-from torchmuster.checkpoints.export import export_weights
+from torchmuster.checkpoints.export import ExportRequest, run_exporter
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.config.layers import Flag
@@ -91,7 +91,12 @@ def exported(trained: Trained) -> Mapping[str, Path]:
     for name, run in trained.runs.items():
         store = FolderStore(run.checkpoints)
         folders[name] = trained.folder / "exported" / name
-        export_weights(store, committed_manifests(store)[0], folders[name], beside=run.model)
+        checkpoint = store.folder / committed_manifests(store)[0].name
+        run_exporter(
+            ExportRequest(
+                checkpoint=str(checkpoint), folder=str(folders[name]), beside=str(run.model)
+            )
+        )
     return folders
 
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from torchmuster.checkpoints.export import ADAPTER_CONFIG, export_weights
-from torchmuster.checkpoints.export_check import CheckResult, ExportCheck, run_check
+from torchmuster.checkpoints.export import (
+    ADAPTER_CONFIG,
+    ExportRequest,
+    local_checkpoint,
+    run_exporter,
+)
 from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_manifests
 from torchmuster.checkpoints.store import Store, open_store, step_of
 from torchmuster.checkpoints.verify import (
@@ -255,37 +259,35 @@ def export(options: ExportOptions) -> int:
     manifest = _newest_good(store, options.name)
     settings = settings_of(run) if run is not None else None
     model = Model() if settings is None else settings.model
-    checked = CheckResult()
-
-    def finish(folder: Path) -> None:
-        nonlocal checked
-        if options.merge:
-            output.say("merging the adapter into the base model's weights")
-        output.say("checking the export in a separate process")
-        base_dtype = model.torch_dtype or "float32"
-        checked = run_check(
-            ExportCheck(folder=str(folder), merge=options.merge, base_dtype=base_dtype)
+    if options.merge:
+        output.say("merging the adapter into the base model's weights")
+    with local_checkpoint(store, manifest) as checkpoint:
+        done = run_exporter(
+            ExportRequest(
+                checkpoint=str(checkpoint),
+                folder=str(options.to),
+                beside=None if model_files is None else str(model_files),
+                # The weights of a model that the user's code builds keep their names.
+                as_it_is=model.build is not None and model.lora is None,
+                merge=options.merge,
+                base_dtype=model.torch_dtype or "float32",
+            )
         )
-
-    done = export_weights(
-        store,
-        manifest,
-        options.to,
-        beside=model_files,
-        # The weights of a model that the user's code builds keep their names.
-        as_it_is=model.build is not None and model.lora is None,
-        finish=finish,
-        on_bytes=_progress("written and compared"),
-    )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     size = format_bytes(done.size_bytes)
     output.print_text(f"{options.to}: {files}, {size}, from {manifest.name}")
     if done.beside:
         output.print_text(f"also written: {', '.join(done.beside)}")
-    equal = f"{plural(done.compared, 'tensor')} equal to those of checkpoint {manifest.name}"
-    output.print_text(f"checked: {'; '.join([equal, *checked.sentences()])}")
-    if checked.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
-        output.say(f"warning: {checked.unchecked}")
+    checks = [f"{plural(done.compared, 'tensor')} equal to those of checkpoint {manifest.name}"]
+    if done.difference is not None:
+        checks.append(
+            f"logits equal to the run's model (difference {done.difference:.1g} of the largest logit)"
+        )
+    if done.unchecked:
+        checks.append(done.unchecked)
+    output.print_text(f"checked: {'; '.join(checks)}")
+    if done.unchecked and {"config.json", ADAPTER_CONFIG} & set(done.beside):
+        output.say(f"warning: {done.unchecked}")
     return ExitCode.GOOD
 
 

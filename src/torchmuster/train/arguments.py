@@ -81,7 +81,7 @@ def choose_loss(loss: object, world: World) -> "Loss":
             fix="use a function, or cross_entropy, language_model or classification",
         )
     if isinstance(loss, nn.Module):
-        return cast("Loss", loss_of_pairs(loss, world.device))
+        return loss_of_pairs(loss, world.device)
     if callable(loss):
         return cast("Loss", loss)
     raise wrong("loss", loss, "a function of model and batch, a criterion, or a name")

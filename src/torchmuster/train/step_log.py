@@ -30,11 +30,11 @@ Count = int | torch.Tensor | None
 
 
 class _Loss(NamedTuple):
-    """The loss of a micro-batch: a mean, or with ``count`` a total."""
+    """The loss of a micro-batch: a mean, or with ``items`` a total."""
 
     value: torch.Tensor
     samples: int
-    count: Count
+    items: Count
 
 
 class _Line(NamedTuple):

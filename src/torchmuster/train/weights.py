@@ -27,7 +27,7 @@ from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World, all_gather_object
 from torchmuster.units import plural
 
-_MOST_IN_A_FILE_BYTES = 2 * 10**9
+MOST_IN_A_FILE_BYTES = 2 * 10**9
 _SHOWN = 5  # names in a message
 
 
@@ -38,7 +38,7 @@ def save_weights(
     world: World,
     *,
     beside: Path | None = None,
-    most_in_a_file_bytes: int = _MOST_IN_A_FILE_BYTES,
+    most_in_a_file_bytes: int = MOST_IN_A_FILE_BYTES,
 ) -> dict[str, str]:
     """Write a model's weights into a folder, under the model's own names; all ranks call it.
 
@@ -76,7 +76,7 @@ def write_tensors(
             with replaced_folder(folder) as unfinished:
                 if beside is not None:
                     shutil.copytree(beside, unfinished, dirs_exist_ok=True)
-                hashes = _write_files(unfinished, gathered, files)
+                hashes = write_files(unfinished, gathered, files)
                 finish(unfinished)
         except (OSError, SafetensorError) as error:
             problem = str(error)
@@ -84,7 +84,7 @@ def write_tensors(
         pass
     problem = all_gather_object(problem, world)[0]
     if problem:
-        raise WeightsNotWritten(
+        raise MusterError(
             f"cannot write the weights to {folder}",
             why=problem,
             fix="free disk space there, or write them to another folder",
@@ -92,8 +92,26 @@ def write_tensors(
     return hashes
 
 
-class WeightsNotWritten(MusterError):
-    """The disk refused the weights; raised on all ranks."""
+def write_files(
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: Mapping[str, list[str]]
+) -> dict[str, str]:
+    """Write tensors, which come in the order of the files, and the index; return each one's hash.
+
+    The files are readable by all whom the umask allows; ``save_file`` alone gives mode 600.
+    """
+    hashes: dict[str, str] = {}
+    total_bytes = 0
+    for file, names in files.items():
+        content = dict(itertools.islice(tensors, len(names)))
+        total_bytes += sum(tensor.nbytes for tensor in content.values())
+        hashes.update({name: tensor_hash(tensor) for name, tensor in content.items()})
+        path = folder / file
+        path.touch()
+        mode = stat.S_IMODE(path.stat().st_mode)
+        save_file(content, path, metadata={"format": "pt"})
+        path.chmod(mode)
+    write_index(folder, files, total_bytes)
+    return hashes
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -171,17 +189,6 @@ def _tied_names(model: nn.Module) -> set[str]:
     return tied
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write a safetensors file for PyTorch, readable by all whom the umask allows.
-
-    ``save_file`` alone gives mode 600.
-    """
-    file.touch()
-    mode = stat.S_IMODE(file.stat().st_mode)
-    save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)
-
-
 def _whole_tensors(
     tensors: Mapping[str, torch.Tensor], names: Iterable[str], world: World
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,18 +198,3 @@ def _whole_tensors(
         if world.is_first:
             tensor = tensor.to("cpu", copy=True).contiguous()
         yield name, tensor
-
-
-def _write_files(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: Mapping[str, list[str]]
-) -> dict[str, str]:
-    """Write the files; return the hash of each tensor."""
-    hashes: dict[str, str] = {}
-    total_bytes = 0
-    for file, names in files.items():
-        content = dict(itertools.islice(tensors, len(names)))
-        total_bytes += sum(tensor.nbytes for tensor in content.values())
-        hashes.update({name: tensor_hash(tensor) for name, tensor in content.items()})
-        save_tensors(content, folder / file)
-    write_index(folder, files, total_bytes)
-    return hashes

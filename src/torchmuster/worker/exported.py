@@ -1,45 +1,125 @@
-"""Check exported weights with the library that will load them, in a separate process.
+"""Export a checkpoint, and check weights with the library that will load them, in a separate process.
 
-``python -m torchmuster.worker.exported`` reads an :class:`~torchmuster.checkpoints.export_check.ExportCheck`
-from standard input and prints a :class:`~torchmuster.checkpoints.export_check.CheckResult`. It makes
+``python -m torchmuster.worker.exported`` reads an :class:`~torchmuster.checkpoints.export.ExportRequest`
+from standard input and prints an :class:`~torchmuster.checkpoints.export.ExportResult`. It makes
 these checks:
 
-1. transformers, or peft, finds exactly its weights in the folder: no name is missing, unexpected or
+1. Every tensor, read back from the written files, is the checkpoint's.
+2. transformers, or peft, finds exactly its weights in the folder: no name is missing, unexpected or
    of another shape.
-2. A merged model, loaded from the folder, gives the same logits as the adapter on its base model.
-   (Without a merge, the export itself has compared every byte with the checkpoint.)
+3. A merged model, loaded from the folder, gives the same logits as the adapter on its base model.
 """
 
 import importlib
 import importlib.util
+import shutil
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from torchmuster.checkpoints.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from torchmuster.checkpoints.export_check import MERGED, SIXTEEN_BITS, CheckResult, ExportCheck
+from torchmuster.checkpoints.export import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MERGED,
+    SIXTEEN_BITS,
+    ExportRequest,
+    ExportResult,
+    files_of_weights,
+    name_in_adapter,
+)
+from torchmuster.checkpoints.manifest import read_manifest
 from torchmuster.checkpoints.model_class import choose_model_class, class_in_folder, set_dtype
-from torchmuster.checkpoints.store import decode_strictly
-from torchmuster.errors import MusterError
+from torchmuster.checkpoints.store import FolderStore, decode_strictly
+from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.models import hugging_face
 from torchmuster.train.models.hugging_face import weights_dtype
 from torchmuster.train.models.logits import fixed_batch, largest_difference, logits_of
-from torchmuster.train.weights import some_names
+from torchmuster.train.weights import (
+    MOST_IN_A_FILE_BYTES,
+    compare_hashes,
+    replaced_folder,
+    some_names,
+    write_files,
+)
+from torchmuster.units import format_bytes
+
+_MODEL = "model."
 
 
 class Unchecked(Exception):
     """The reason why something cannot be checked here."""
 
 
-def check_export(request: ExportCheck) -> CheckResult:
-    """Merge the weights if requested, and check them; raise an error if they are wrong."""
-    folder = Path(request.folder)
+def export_weights(
+    request: ExportRequest,
+    *,
+    most_in_a_file_bytes: int = MOST_IN_A_FILE_BYTES,
+    finish: Callable[[Path], ExportResult] | None = None,
+) -> ExportResult:
+    """Write the weights of a verified checkpoint to a new folder, under the model's own names; check them.
+
+    A checkpoint with LoRA but without adapter_config.json is rejected unless ``as_it_is``: next to a
+    config.json, its names would load random weights. The folder appears when it is complete and
+    checked by ``finish`` (default: :func:`check`). Of tied parameters only the first is written.
+    """
+    assert request.checkpoint is not None
+    source, folder = Path(request.checkpoint), Path(request.folder).absolute()
+    beside = None if request.beside is None else Path(request.beside)
+    adapter = not request.as_it_is and beside is not None and (beside / ADAPTER_CONFIG).is_file()
+    try:
+        stored = _stored_weights(source)
+        own_names = {name: name.removeprefix(_MODEL) for name in stored}
+        if not request.as_it_is:
+            own_names = _for_peft(source.name, own_names, adapter=adapter)
+        sizes = {own: _size_bytes(stored[name]) for name, own in own_names.items()}
+        _refuse_unwritable(folder, sum(sizes.values()))
+        files = {ADAPTER_WEIGHTS: list(sizes)}
+        if not adapter:
+            files = files_of_weights(sizes, most_in_a_file_bytes)
+        with replaced_folder(folder) as unfinished:
+            hashes = write_files(unfinished, _read(source, stored, own_names, files), files)
+            if beside is not None:
+                shutil.copytree(beside, unfinished, dirs_exist_ok=True)
+                set_dtype(unfinished, _main_dtype(stored[name] for name in own_names))
+            compared = compare_hashes(unfinished, hashes)
+            print("checking the export", file=sys.stderr, flush=True)
+            checked = (finish or (lambda folder: check(folder, request)))(unfinished)
+    except OSError as error:
+        raise MusterError(
+            f"cannot write the weights to {folder}",
+            why=error.strerror or str(error),
+            fix="free disk space there, or use another folder: --to",
+        ) from error
+    except (ValueError, SafetensorError, CheckpointException) as error:
+        raise MusterError(
+            f"cannot export {source.name}: its files are damaged",
+            why=f"{type(error).__name__}: {error}",
+            fix="use another checkpoint; muster checkpoint verify shows the damage",
+        ) from error
+    written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    weights = [name for name in written if name.endswith(".safetensors")]
+    return msgspec.structs.replace(
+        checked,
+        files=tuple(weights),
+        compared=compared,
+        size_bytes=sum(written[name] for name in weights),
+        beside=tuple(name for name in written if ".safetensors" not in name),
+    )
+
+
+def check(folder: Path, request: ExportRequest) -> ExportResult:
+    """Merge the adapter if requested, and check the folder; raise an error if it is wrong."""
     expected = None
     if request.merge:
         try:
@@ -54,11 +134,111 @@ def check_export(request: ExportCheck) -> CheckResult:
     try:
         check_names(folder)
         if expected is None:
-            return CheckResult()
+            return ExportResult()
         limit = MERGED if request.base_dtype == "float32" else SIXTEEN_BITS
-        return CheckResult(difference=compare_logits(folder, expected, limit), limit=limit)
+        return ExportResult(difference=compare_logits(folder, expected, limit))
     except Unchecked as error:
-        return CheckResult(unchecked=f"names not compared: {error}")
+        return ExportResult(unchecked=f"names not compared: {error}")
+
+
+def _stored_weights(source: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the model's tensors in a checkpoint, in the model's order."""
+    manifest = read_manifest(FolderStore(source.parent), source.name)
+    state = None if manifest is None else manifest.state
+    stored = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
+    weights = {}
+    for name in state.get("model", ()) if isinstance(state, dict) else ():
+        metadata = stored.get(f"{_MODEL}{name}")
+        if isinstance(metadata, TensorStorageMetadata):
+            weights[f"{_MODEL}{name}"] = metadata
+    if not weights:
+        raise Impossible(
+            f"{source.name} has no weights to export",
+            why=f"none of its {len(stored)} tensors has a name that begins with {_MODEL}",
+            fix="export a checkpoint that a training run saved: muster checkpoint list shows them",
+        )
+    return weights
+
+
+def _for_peft(checkpoint: str, own_names: dict[str, str], *, adapter: bool) -> dict[str, str]:
+    """Return the LoRA matrices only, with peft's names, if an adapter is to be written."""
+    trained = {}
+    for name, own in own_names.items():
+        name_of_peft = name_in_adapter(own)
+        if name_of_peft is not None:
+            trained[name] = name_of_peft
+    if adapter and not trained:
+        raise MusterError(
+            f"cannot export {checkpoint}: the run trained a LoRA adapter",
+            why=f"none of {len(own_names)} tensors in the checkpoint belongs to it",
+            fix="use another checkpoint of the run: muster checkpoint list shows them",
+        )
+    if trained and not adapter:
+        raise Impossible(
+            f"{checkpoint} is a LoRA checkpoint, but its {ADAPTER_CONFIG} is missing",
+            why=f"{len(trained)} of its {len(own_names)} tensors belong to LoRA; without that file no "
+            "program can load them",
+            fix="export the run instead of its checkpoints: muster checkpoint export RUN",
+        )
+    return trained if adapter else own_names
+
+
+def _read(
+    source: Path,
+    stored: Mapping[str, TensorStorageMetadata],
+    own_names: Mapping[str, str],
+    files: Mapping[str, list[str]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor under its own name; the tensors of one file are in memory at a time."""
+    stored_name = {own: name for name, own in own_names.items()}
+    for file, names in files.items():
+        print(f"writing {file}", file=sys.stderr, flush=True)
+        content = {}
+        for own in names:
+            metadata = stored[stored_name[own]]
+            content[stored_name[own]] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        load(
+            content,
+            storage_reader=HuggingFaceStorageReader(str(source)),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
+        for own in names:
+            yield own, content.pop(stored_name[own])
+
+
+def _size_bytes(metadata: TensorStorageMetadata) -> int:
+    return metadata.size.numel() * metadata.properties.dtype.itemsize
+
+
+def _main_dtype(weights: Iterator[TensorStorageMetadata]) -> str:
+    """Return the floating-point dtype that takes the most bytes, as config.json writes it."""
+    sizes: dict[str, int] = {"float32": 0}
+    for metadata in weights:
+        dtype = metadata.properties.dtype
+        if dtype.is_floating_point:
+            name = str(dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + _size_bytes(metadata)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _refuse_unwritable(folder: Path, needed_bytes: int) -> None:
+    if folder.exists():
+        raise Impossible(
+            f"{folder} already exists",
+            why="an export does not overwrite files that another program may be reading",
+            fix="use a folder that does not exist yet: --to",
+        )
+    home = folder.parent
+    while not home.exists():
+        home = home.parent
+    free_bytes = shutil.disk_usage(home).free
+    if needed_bytes > free_bytes:
+        raise Impossible(
+            f"not enough space for the weights in {folder}",
+            why=f"they take {format_bytes(needed_bytes)}, but {format_bytes(free_bytes)} are free",
+            fix="free disk space there, or use another folder: --to",
+        )
 
 
 def check_names(folder: Path) -> None:
@@ -74,7 +254,8 @@ def check_names(folder: Path) -> None:
 def merge(folder: Path, *, dtype: str) -> torch.Tensor:
     """Replace an adapter by the full model, merged into the base model's weights; return its logits.
 
-    The base model is loaded in ``dtype``. The logits are those of the adapter on its base model, before the merge.
+    The base model is loaded in ``dtype``. The logits are those of the adapter on its base model,
+    before the merge.
     """
     transformers = _library("transformers")
     check_names(folder)
@@ -227,12 +408,15 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Check, and print the result."""
-    request = decode_strictly(sys.stdin.buffer.read(), ExportCheck)
+    """Export or check, and print the result."""
+    request = decode_strictly(sys.stdin.buffer.read(), ExportRequest)
     try:
-        result = check_export(request)
+        if request.checkpoint is None:
+            result = check(Path(request.folder), request)
+        else:
+            result = export_weights(request)
     except MusterError as error:
-        result = CheckResult(what=error.what, why=error.why, fix=error.fix)
+        result = ExportResult(what=error.what, why=error.why, fix=error.fix)
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
 
 

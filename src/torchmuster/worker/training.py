@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from torchmuster.checkpoints.export_check import ExportCheck, run_check
+from torchmuster.checkpoints.export import ExportRequest, run_exporter
 from torchmuster.checkpoints.manifest import committed_manifests
 from torchmuster.config.settings import Settings, Train
 from torchmuster.config.training import (
@@ -272,9 +272,7 @@ def _check_final(recipe: ModelRecipe, place: Path, hashes: dict[str, str]) -> st
         text = f"checked: {plural(count, 'tensor')} equal to those of the trained model"
         if recipe.files is None:
             return text
-        names = run_check(
-            ExportCheck(folder=str(place), base_dtype=recipe.dtype), limit_s=_NAMES_WITHIN_S
-        )
+        names = run_exporter(ExportRequest(folder=str(place)), limit_s=_NAMES_WITHIN_S)
         return f"{text}; {names.unchecked or 'their names are those of the model'}"
     except MusterError as error:
         raise MusterError(

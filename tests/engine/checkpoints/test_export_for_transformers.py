@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from made_up_checkpoints import Whole, save
-from torchmuster.checkpoints.export import export_weights
+from torchmuster.checkpoints.export import ExportRequest
 from torchmuster.checkpoints.store import FolderStore
+from torchmuster.worker.exported import export_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.integrations]
 
@@ -55,13 +56,13 @@ def test_transformers_loads_an_export_bit_by_bit(
     }
     tied = {"model.lm_head.weight": "model.model.embed_tokens.weight"}
     store = FolderStore(tmp_path / "c")
-    done = export_weights(
-        store,
-        save(store, 1, tensors, ranks=3, tied=tied),
-        tmp_path / "out",
-        beside=tmp_path / "model",
-        most_in_a_file_bytes=most_in_a_file_bytes,
+    saved = save(store, 1, tensors, ranks=3, tied=tied)
+    request = ExportRequest(
+        checkpoint=str(store.folder / saved.name),
+        folder=str(tmp_path / "out"),
+        beside=str(tmp_path / "model"),
     )
+    done = export_weights(request, most_in_a_file_bytes=most_in_a_file_bytes)
     assert done.compared == len(state)
     assert (len(done.files) > 1) == (most_in_a_file_bytes == 2000)
     loaded, told = transformers.AutoModelForCausalLM.from_pretrained(

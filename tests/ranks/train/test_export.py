@@ -7,9 +7,8 @@ from safetensors.torch import load_file
 
 from rank_group import RunRanks
 from rank_programs import exporting
-from torchmuster.checkpoints.export import export_weights
-from torchmuster.checkpoints.manifest import read_manifest
-from torchmuster.checkpoints.store import FolderStore
+from torchmuster.checkpoints.export import ExportRequest
+from torchmuster.worker.exported import export_weights
 
 pytestmark = pytest.mark.ranks
 
@@ -18,10 +17,8 @@ def test_an_export_is_what_the_ranks_would_have_written(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     name, _ = run_ranks(exporting.save_both_ways, 2, tmp_path)
-    store = FolderStore(tmp_path / "c")
-    manifest = read_manifest(store, name)
-    assert manifest is not None
-    done = export_weights(store, manifest, tmp_path / "out")
+    request = ExportRequest(checkpoint=str(tmp_path / "c" / name), folder=str(tmp_path / "out"))
+    done = export_weights(request)
     assert done.files == ("model.safetensors",)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     written = load_file(tmp_path / "whole" / "model.safetensors")

@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 
 from made_up_checkpoints import SHARD, save
-from torchmuster.checkpoints.export import export_weights
+from torchmuster.checkpoints.export import local_checkpoint
 from torchmuster.checkpoints.manifest import committed_manifests, new_name
 from torchmuster.checkpoints.store import open_store
 from torchmuster.checkpoints.verify import newest_good, verify_checkpoint
@@ -38,7 +38,8 @@ def main(url: str) -> None:
                 answer = [one.name for one in verify_checkpoint(store, rest)]
             elif word == "export":
                 manifest = committed_manifests(store)[0]
-                answer = export_weights(store, manifest, Path(rest)).files
+                with local_checkpoint(store, manifest) as folder:
+                    answer = sorted(path.name for path in folder.iterdir())
             elif word == "spoil":
                 file = SHARD.format(1)
                 path = f"{url}/{rest}/{file}"

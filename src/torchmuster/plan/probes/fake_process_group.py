@@ -22,7 +22,7 @@ from torchmuster.plan.torch_private import (
     parameters_and_buffers,
     with_memory,
 )
-from torchmuster.train.strategies import ddp, fsdp, gradients
+from torchmuster.train.strategies import ddp, fsdp
 from torchmuster.train.strategies.strategy import Strategy
 from torchmuster.train.world import World
 
@@ -54,7 +54,6 @@ def fake_process_group(
             ):
                 with_values = _on_real_tensors(getattr(holder, name))
                 stack.enter_context(_replaced(holder, name, with_values))
-            stack.enter_context(_nothing_cached())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield World(
                 global_rank=0,
@@ -160,16 +159,3 @@ def masks_of_real_runs(*, packed: bool) -> Iterator[None]:
         return
     with _replaced(masking, "find_packed_sequence_indices", lambda position_ids: None):
         yield
-
-
-@contextmanager
-def _nothing_cached() -> Iterator[None]:
-    """Clear cached tensors, so that one trace does not use the tensors of another."""
-    cached = (gradients._marks, gradients._unit)
-    for function in cached:
-        function.cache_clear()
-    try:
-        yield
-    finally:
-        for function in cached:
-            function.cache_clear()

@@ -3,6 +3,7 @@
 Files are read with ``weights_only``, which runs no code from them.
 """
 
+import io
 import os
 import pickle
 from collections.abc import Mapping
@@ -66,9 +67,11 @@ def read_file(path: Path) -> dict[str, Any]:
     saved = None
     why = "it has no epoch, model and optimizer"
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        content = path.read_bytes()
     except OSError as error:
         raise MusterError(f"cannot read a checkpoint at {path}", why=str(error)) from None
+    try:
+        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
         why = f"torch.load with weights_only=True refuses it ({type(error).__name__})"
     if not isinstance(saved, dict) or not {"epoch", "model", "optimizer"} <= saved.keys():
