@@ -10,6 +10,7 @@ the step's micro-batches again with hooks on every layer::
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,18 +36,15 @@ FIXES = {
     "layer": "look for a division, logarithm, root or exponential there; lower the learning rate, clip "
     "gradients, or compute this layer in fp32",
     "loss": "look for a logarithm of 0 or a division by a count of 0 in the loss function",
-    "gradient": "look for a root or norm at 0, or a division, at this point of the forward pass "
-    "or just after it; add a small epsilon there",
 }
 MESSAGES = {
     "weights": "the weights are already not finite: {what} on rank {rank}",
     "input": "rank {rank}'s input batch has {kind} ({what})",
     "layer": "rank {rank}'s layer {what} returned {kind} for finite inputs",
     "loss": "rank {rank}'s loss function returned {kind} for finite outputs of all layers",
-    "gradient": "rank {rank}'s backward pass produced {kind}, first in the gradient of {what}",
 }
 NOT_AGAIN = (
-    "lower the learning rate or clip gradients if it recurs; if it is always the same rank, "
+    "torch.autograd.set_detect_anomaly(True) names the operation; lower the learning rate or clip gradients if it recurs; if it is always the same rank, "
     "test its device: muster doctor"
 )
 
@@ -54,75 +52,43 @@ LossFunction = Callable[[nn.Module, Any], Any]
 
 
 def worst(tensor: torch.Tensor) -> str | None:
-    """Return ``NaN``, ``Inf`` or ``-Inf`` if the tensor (or this rank's shard) has one, else None."""
+    """Return ``NaN`` or ``Inf`` if the tensor (or this rank's shard) has one, else None."""
     own = tensor.detach()
     own = own.to_local() if isinstance(own, DTensor) else own
     if bool(own.isfinite().all()):
         return None
-    if bool(own.isnan().any()):
-        return "NaN"
-    return "-Inf" if not own.is_complex() and not bool(own.isposinf().any()) else "Inf"
+    return "NaN" if bool(own.isnan().any()) else "Inf"
 
 
 class NanHooks:
-    """Watches a model inside a ``with``: ``layer`` and ``gradient`` are the first that were not finite.
+    """Watches a model inside a ``with``: ``layer`` is the first that returned NaN, else the first with Inf.
 
-    A layer's -Inf counts only if no NaN or Inf follows, because masks often contain -Inf.
+    Inf gives way because masks often contain it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
-        self._mask: dict[str, str] | None = None
-        self._layer: dict[str, str] | None = None
-        self.gradient: dict[str, str] | None = None
-
-    @property
-    def layer(self) -> dict[str, str] | None:
-        """The first layer with non-finite output and finite inputs."""
-        return self._layer or self._mask
+        self.layer: dict[str, str] | None = None
 
     def __enter__(self) -> "NanHooks":
         for name, module in self._model.named_modules():
             # A module's hook runs after those of its submodules: the innermost is first.
-            name = own_name(name) or type(module).__name__
-            self._handles.append(module.register_forward_pre_hook(self._before(name)))
-            self._handles.append(module.register_forward_hook(self._after(name)))
+            check = partial(self._check, own_name(name) or type(module).__name__)
+            self._handles.append(module.register_forward_hook(check))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, name: str) -> Any:
-        def watch_parameters(module: nn.Module, _: Any) -> None:
-            for own, parameter in module.named_parameters(recurse=False):
-                self._watch(parameter, f"the parameter {name}.{own}")
-
-        return watch_parameters
-
-    def _after(self, name: str) -> Any:
-        def check_output(module: nn.Module, _: Any, output: Any) -> None:
-            for _, tensor in named_tensors(output):
-                self._watch(tensor, f"the output of {name}")
-                if self._layer is not None:
-                    continue
-                kind = worst(tensor)
-                if kind == "-Inf":
-                    self._mask = self._mask or {"what": name, "kind": kind}
-                elif kind is not None:
-                    self._layer = {"what": name, "kind": kind}
-
-        return check_output
-
-    def _watch(self, tensor: torch.Tensor, name: str) -> None:
-        def check_gradient(gradient: torch.Tensor) -> None:
-            kind = None if self.gradient is not None else worst(gradient)
-            if kind is not None:
-                self.gradient = {"what": name, "kind": kind}
-
-        if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(check_gradient))  # type: ignore[no-untyped-call]
+    def _check(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for _, tensor in named_tensors(output):
+            kind = worst(tensor)
+            if kind is not None and (
+                self.layer is None or (self.layer["kind"], kind) == ("Inf", "NaN")
+            ):
+                self.layer = {"what": name, "kind": kind}
 
 
 class BadNumbers:
@@ -168,28 +134,19 @@ class BadNumbers:
 
     def _causes(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction) -> dict[str, Any]:
         """Return what this rank found, by the keys of ``FIXES``, as plain JSON types (a collective)."""
-        causes: dict[str, Any] = {"buffers": bad_names(self._model.named_buffers())}
+        causes: dict[str, Any] = {}
         weights = bad_names(self._model.named_parameters())
         if weights:
             causes["weights"] = {"what": weights[0]}
         with no_effect(self._model, self._world):
             for micro in micro_batches:
                 with torch.no_grad(), NanHooks(self._model) as hooks:
-                    loss = self._total(loss_fn, micro)
-                kind = worst(loss)
+                    kind = worst(self._total(loss_fn, micro))
                 if kind is not None and "loss" not in causes:
                     causes["loss"] = {"kind": kind, "samples": list(micro.indices)}
                     if hooks.layer is not None:
                         causes["layer"] = {**hooks.layer, "samples": list(micro.indices)}
                     causes |= bad_input(micro)
-            # Only if all ranks' losses are finite: all ranks must take part in a backward.
-            if not any("loss" in other for other in all_gather_object(causes, self._world)):
-                for micro in micro_batches:
-                    with NanHooks(self._model) as hooks:
-                        self._total(loss_fn, micro).backward()  # type: ignore[no-untyped-call]
-                    if hooks.gradient is not None and "gradient" not in causes:
-                        causes["gradient"] = {**hooks.gradient, "samples": list(micro.indices)}
-                        causes |= bad_input(micro)
         return causes
 
     def _total(self, loss_fn: LossFunction, micro: MicroBatch) -> torch.Tensor:
@@ -199,8 +156,10 @@ class BadNumbers:
         return total
 
     def _finding(self, where: str, of_ranks: list[dict[str, Any]]) -> Finding:
-        what = "a gradient was not finite, but all values are finite when recomputed"
-        notes = ["different random numbers (dropout), values near overflow, or a faulty device"]
+        what = "a gradient was not finite in the backward pass: a forward pass is finite when recomputed"
+        notes = [
+            "a root or division at 0, values near overflow, other random numbers (dropout), or a faulty device"
+        ]
         fix = NOT_AGAIN
         for cause in FIXES:
             ranks = [rank for rank, causes in enumerate(of_ranks) if cause in causes]
@@ -220,13 +179,6 @@ class BadNumbers:
             break
         if self._in_a_row > 1:
             notes.append(f"{self._in_a_row} bad steps in a row")
-        for causes in of_ranks:
-            if causes["buffers"]:
-                notes.append(
-                    f"the buffer {causes['buffers'][0]} is not finite either: it keeps the bad values "
-                    "until it is reset"
-                )
-                break
         end = "all ranks skipped this step"
         if self._in_a_row >= self._most_in_a_row:
             end = "all ranks stop"
@@ -242,7 +194,7 @@ class BadNumbers:
 def bad_input(micro: MicroBatch) -> dict[str, Any]:
     """Return the first non-finite tensor of a batch that led to a bad step, as the cause "input".
 
-    In other batches -Inf may be intended, as in masks.
+    In other batches Inf may be intended, as in masks.
     """
     for name, tensor in named_tensors(micro.batch, "batch"):
         kind = worst(tensor)

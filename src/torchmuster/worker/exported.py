@@ -15,6 +15,7 @@ import importlib.util
 import shutil
 import stat
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,14 @@ def _read(
         for own in names:
             metadata = stored[stored_name[own]]
             content[stored_name[own]] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
-        load(
-            content,
-            storage_reader=HuggingFaceStorageReader(str(source)),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as requested
+            load(
+                content,
+                storage_reader=HuggingFaceStorageReader(str(source)),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,
+            )
         for own in names:
             yield own, content.pop(stored_name[own])
 

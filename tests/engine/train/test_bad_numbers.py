@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from syrupy.assertion import SnapshotAssertion
 from torch import nn
 
 from made_up_worlds import made_up_world
@@ -14,18 +13,16 @@ pytestmark = pytest.mark.engine
 WORLD = made_up_world()
 
 
-def test_statistics_that_took_a_nan_in_are_named(snapshot: SnapshotAssertion) -> None:
+def test_a_bad_input_is_named_with_its_sample() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     inputs = torch.ones(4, 3)
     inputs[2] = float("nan")
     micro = MicroBatch(batch={"pixels": inputs}, samples=4, indices=[9, 8, 7, 6])
-    model(inputs)
     found = BadNumbers(model, WORLD).examine(
         3, [micro], lambda model, batch: model(batch["pixels"]).mean()
     )
     assert "batch['pixels']" in found.what
-    assert "1.running_mean" in found.why
-    assert found == snapshot
+    assert "samples of the dataset: 7" in found.why
 
 
 def test_what_a_loss_does_not_use_is_not_blamed() -> None:

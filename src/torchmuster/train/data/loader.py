@@ -99,7 +99,6 @@ class BatchLoader:
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
         )
-        whole = self.portions.global_batch_size
         self.workers = workers
         self._world = world
         self._seed = seed
@@ -107,17 +106,8 @@ class BatchLoader:
         self._size = _size_of(dataset)
         self._end = self._size
         if drop_tail:
-            self._end -= self._size % whole
-        if not self._end:
-            raise Impossible(
-                f"an epoch of {self._size} samples has no full step",
-                why=f"a global batch has {whole} samples, and drop_tail skips incomplete batches",
-                fix="use a smaller global_batch_size, or drop_tail=False",
-            )
-        self._slices = {
-            samples: self.portions.slices(samples, world.global_rank)
-            for samples in (whole, self._end % whole)
-        }
+            self._end -= self._size % self.portions.global_batch_size
+        self._slices: dict[int, list[slice]] = {}  # of this rank, by the samples of a step
         self._identity = {"size": self._size, "seed": seed, "shuffle": shuffle}
         if hasattr(dataset, "identity"):  # it knows more about its content than its size
             self._identity["data"] = dataset.identity()
@@ -189,13 +179,9 @@ class BatchLoader:
             )
         self._sampler.ranges = ranges
         for batch in self._dataloader:
-            yield batch
             if self._sampler.ranges is not ranges:
-                raise Impossible(
-                    "two epochs of one loader were read at the same time",
-                    why="its workers read for one epoch at a time",
-                    fix="finish or close one epoch before the next, or create a second loader",
-                )
+                raise RuntimeError("two epochs of one loader were read at the same time")
+            yield batch
 
     def _ranges(self, epoch: int, start: int) -> Iterator[SampleRange]:
         """Yield the samples of each of this rank's micro-batches."""
@@ -210,7 +196,7 @@ class BatchLoader:
 
     def _slices_of(self, samples: int) -> list[slice]:
         """Return this rank's micro-batches in a step of this size."""
-        if samples not in self._slices:  # resumed with another global batch size
+        if samples not in self._slices:
             self._slices[samples] = self.portions.slices(samples, self._world.global_rank)
         return self._slices[samples]
 
@@ -224,8 +210,7 @@ class BatchLoader:
         saved = {name: state.get(name) for name in self._identity}
         if saved != self._identity:
             raise Impossible(
-                f"the position was saved with {_described(saved)}; this loader has "
-                f"{_described(self._identity)}",
+                f"the position was saved with {saved}; this loader has {self._identity}",
                 why="the order of samples would change: some would be read twice, and others never",
                 fix="restore with the same dataset, seed and shuffle, or restart the epoch",
             )
@@ -277,11 +262,3 @@ def _size_of(dataset: Any) -> int:
     if not size:
         raise Impossible("the dataset is empty", fix="check the source of its samples")
     return size
-
-
-def _described(identity: dict[str, Any]) -> str:
-    order = {True: "shuffled", False: "in order"}.get(identity["shuffle"], "in an unknown order")
-    text = f"{identity['size']} samples, {order}, seed {identity['seed']}"
-    if identity.get("data"):
-        text += f", content {identity['data']}"
-    return text

@@ -1,6 +1,5 @@
-"""Tensors inside nested batches: tuples, lists, mappings, dataclasses, objects with ``to``."""
+"""Tensors inside nested batches: tuples, lists, mappings, objects with ``to``."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,10 +20,6 @@ def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
         return type(batch)(map_tensors(part, change) for part in batch)
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, change) for key, value in batch.items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = (field.name for field in dataclasses.fields(batch) if field.init)
-        values = {name: map_tensors(getattr(batch, name), change) for name in fields}
-        return dataclasses.replace(batch, **values)
     return batch
 
 
@@ -58,9 +53,6 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
     elif isinstance(batch, (list, tuple)):
         for number, value in enumerate(batch):
             yield from named_tensors(value, f"{name}[{number}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from named_tensors(getattr(batch, field.name), f"{name}.{field.name}")
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
