@@ -106,11 +106,6 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
-    def base_model(self) -> Path:
-        """The hashes of the base model's weight files, so that they are read only once."""
-        return self.path / "base-model.json"
-
-    @property
     def checkpoints(self) -> Path:
         """Saved training states."""
         return self.path / "checkpoints"

@@ -10,7 +10,6 @@ from torchmuster.config.image_folder import image_classes
 from torchmuster.config.settings import Settings
 from torchmuster.decision import Decision
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.runfolder import RunFolder
 from torchmuster.train.data.tokenizers import Tokenizer, TransformersTokenizer
 from torchmuster.train.models import hugging_face, lora
 from torchmuster.train.models.blocks import compile_blocks, recompute_blocks
@@ -105,22 +104,19 @@ def model_of(
     return model, Decision(value=strategy, reason=name.reason)
 
 
-def base_of(recipe: ModelRecipe, model: nn.Module, world: World, folder: Path) -> BaseModel | None:
+def base_of(recipe: ModelRecipe, model: nn.Module, world: World) -> BaseModel | None:
     """Return the model whose frozen weights are in its files, and need not be saved; else None.
 
-    One rank of each host hashes the files; all ranks call it. The hash of rank 0's is kept in the
-    run folder.
+    One rank of each host hashes the files; all ranks call it.
     """
     files = recipe.files
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     if files is None or not files.weights or not frozen:
         return None
-    rank_zero_log(world, "hashing the files of the base model, whose frozen weights are not saved")
-    cache = RunFolder(folder).base_model if world.is_first else None
     found = problem = ""
     if world.local_rank == 0:
         try:
-            found = hash_weights(files.weights, cache=cache)
+            found = hash_weights(files.weights)
         except OSError as error:
             problem = f"cannot read the files of {files.name}: {error.strerror or error}"
     reports = all_gather_object([found, problem], world)

@@ -119,7 +119,7 @@ def build_trainer(settings: Settings, world: World, folder: Path) -> Training:
         computed = precision.choose_precision(settings.train.precision, world)
         model, strategy = model_of(settings, recipe, text, computed.value, world)
         if saving is not None:
-            saving = replace(saving, base=base_of(recipe, model, world, folder))
+            saving = replace(saving, base=base_of(recipe, model, world))
         loss = _training_loss(settings, recipe, text)
         trainer = Trainer(
             world=world,

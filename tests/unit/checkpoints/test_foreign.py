@@ -82,16 +82,6 @@ def test_a_file_of_a_trainer_that_was_cut_is_named(tmp_path: Path, torn: str) ->
     assert torn in found.why
 
 
-def test_a_missing_shard_of_a_model_is_named(tmp_path: Path) -> None:
-    folder = trainer_folder(tmp_path / "checkpoint-40", shards=3)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    found = condition_of(str(folder), "transformers")
-    assert found.state is TORN
-    assert "model-00002-of-00003.safetensors" in found.why
-    cut(folder / "model.safetensors.index.json")
-    assert "index.json" in condition_of(str(folder), "transformers").why
-
-
 def test_a_folder_that_the_trainer_is_still_writing_is_torn(tmp_path: Path) -> None:
     folder = trainer_folder(tmp_path / "checkpoint-40")
     (folder / "checkpoint-is-incomplete.txt").touch()

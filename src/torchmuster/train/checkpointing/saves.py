@@ -125,10 +125,8 @@ class Saves:
         trainer.reports.go_on_from(trainer.step, evaluated=trainer.evaluated)
         if loaded is not None:
             ranks = plural(loaded.newest.manifest.world_size, "rank")
-            trainer.reports.say(render(loaded.newest.rejected))
-            trainer.reports.say(
-                f"resuming from step {loaded.step} (saved by {ranks}, now {world.world_size})"
-            )
+            text = f"resuming from step {loaded.step} (saved by {ranks}, now {world.world_size})"
+            trainer.reports.say("\n".join([*render(loaded.newest.rejected).splitlines(), text]))
         return loaded
 
     def _save(self, best: float | None = None) -> None:
