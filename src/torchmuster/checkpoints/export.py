@@ -19,7 +19,7 @@ import msgspec
 
 from torchmuster.checkpoints.manifest import Manifest
 from torchmuster.checkpoints.store import FolderStore, Store, decode_strictly
-from torchmuster.errors import MusterError
+from torchmuster.errors import Impossible, MusterError
 
 PROGRAM = "torchmuster.worker.exported"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -71,6 +71,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     what: str = ""
     why: str = ""
     fix: str = ""
+    is_impossible: bool = False  # the error is one of the request
 
 
 def run_exporter(request: ExportRequest, *, limit_s: float | None = None) -> ExportResult:
@@ -102,7 +103,8 @@ def run_exporter(request: ExportRequest, *, limit_s: float | None = None) -> Exp
             fix="see its output above; for lack of memory, use a host with more memory",
         ) from None
     if result.what:
-        raise MusterError(result.what, why=result.why, fix=result.fix)
+        kind = Impossible if result.is_impossible else MusterError
+        raise kind(result.what, why=result.why, fix=result.fix)
     return result
 
 

@@ -419,7 +419,12 @@ def main() -> None:
         else:
             result = export_weights(request)
     except MusterError as error:
-        result = ExportResult(what=error.what, why=error.why, fix=error.fix)
+        result = ExportResult(
+            what=error.what,
+            why=error.why,
+            fix=error.fix,
+            is_impossible=isinstance(error, Impossible),
+        )
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
 
 

@@ -36,7 +36,7 @@ def main(url: str) -> None:
                 answer = found and found.name
             elif word == "verify":
                 answer = [one.name for one in verify_checkpoint(store, rest)]
-            elif word == "export":
+            elif word == "download":
                 manifest = committed_manifests(store)[0]
                 with local_checkpoint(store, manifest) as folder:
                     answer = sorted(path.name for path in folder.iterdir())
