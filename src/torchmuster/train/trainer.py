@@ -351,6 +351,7 @@ class Trainer:
         All ranks call it; sharded tensors stay sharded.
         """
         self._explain_skipped_step()
+        self.log.flush()  # a resumed run begins its lines after this step
         tensors = self.strategy.value.state_dict(self.model, self.optimizer)
         return {
             **tensors,
