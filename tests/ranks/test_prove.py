@@ -183,16 +183,6 @@ def test_a_script_that_saves_late_is_run_until_then_and_its_children_write_nothi
         assert not any(path.exists() for path in paths)
 
 
-def test_what_was_not_tested_is_a_note(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SAVES_LATE.replace("if step == 24", "if False"))
-    flags = ("--ranks", "1", "--only", "resume", "--steps", "6")
-    arguments = [str(tmp_path / "a"), str(tmp_path / "b")]
-    result, code = prove(tmp_path, "train.py", *flags, arguments=arguments)
-    (untested,) = result["results"]
-    assert (untested["outcome"], untested["finding"]["status"]) == ("not tested", "note")
-    assert (code, result["passed"]) == (0, True)
-
-
 def test_a_write_outside_the_folder_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "project" / "train.py"
     script.parent.mkdir()

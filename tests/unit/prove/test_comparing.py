@@ -34,116 +34,91 @@ def resumed(
     )
 
 
-def kind_after(change: Change, start: int = 6) -> tuple[str, int]:
-    found = compare_resumed(WHOLE, resumed(trial(range(start + 1, 13), change=change))).difference
-    assert found is not None
-    return found.kind, found.step
+def change(at: int = 7, only_rank: int | None = None, **fields: object) -> Change:
+    """Return a change of these fields of all steps from ``at`` on."""
+
+    def changed(step: StepRecord, rank: int) -> None:
+        if step.step >= at and only_rank in (None, rank):
+            for name, value in fields.items():
+                setattr(step, name, value)
+
+    return changed
 
 
-def test_a_run_that_resumes_exactly_has_no_difference() -> None:
-    found = compare_resumed(WHOLE, resumed(trial(range(7, 13))))
-    assert found.difference is None
-    assert found.rounding == 0
-
-
-def replace(field: str, value: object, *, at: int = 7) -> Change:
-    def change(step: StepRecord, rank: int) -> None:
-        if step.step >= at:
-            setattr(step, field, value)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "kind"),
-    [
-        ("state_before", {}, "optimizer-state"),
-        ("buffers", "others", "buffers"),
-        ("scale", 65536.0, "loss-scale"),
-        ("learning_rates", [0.5], "learning-rate"),
-        ("settings", '{"weight_decay": 0.1}', "optimizer-state"),
-        ("copies", ["ema-of-weights"], "weight-copy"),
-        ("state", {"exp_avg": "0", "step": "1"}, "optimizer-state"),
-        ("weights", ["x", "y"], "weights"),
-    ],
-)
-def test_what_is_not_restored_is_named(field: str, value: object, kind: str) -> None:
-    assert kind_after(replace(field, value)) == (kind, 7)
-
-
-def test_a_later_difference_has_its_step() -> None:
-    assert kind_after(replace("learning_rates", [0.5], at=9)) == ("learning-rate", 9)
-
-
-def other_result(step: StepRecord, rank: int) -> None:
+def other_data(step: StepRecord, rank: int) -> None:
+    """Change the result on all ranks, and the samples of rank 1 only."""
     step.gradients, step.replicated_square = "others", 5.0
+    if rank == 1:
+        step.micro_batches[0].inputs = "others"
 
 
-def test_dropout_with_other_random_numbers_is_rng() -> None:
-    def change(step: StepRecord, rank: int) -> None:
-        step.rng = {**step.rng, "torch": f"other-{step.step}"}
-        other_result(step, rank)
+RESULT = {"gradients": "others", "replicated_square": 5.0}
+RESUMED_OTHERWISE: dict[str, tuple[Change, tuple[str, int] | None]] = {
+    "nothing": (change(), None),
+    "optimizer not loaded": (change(state_before={}), ("optimizer-state", 7)),
+    "optimizer settings": (change(settings="{}, 1"), ("optimizer-state", 7)),
+    "optimizer state": (change(state={"exp_avg": "0", "step": "1"}), ("optimizer-state", 7)),
+    "buffers": (change(buffers="others"), ("buffers", 7)),
+    "scale": (change(scale=65536.0), ("loss-scale", 7)),
+    "learning rate": (change(learning_rates=[0.5]), ("learning-rate", 7)),
+    "a later learning rate": (change(at=9, learning_rates=[0.5]), ("learning-rate", 9)),
+    "average": (change(copies=["ema-of-weights"]), ("weight-copy", 7)),
+    "weights": (change(weights=["x", "y"]), ("weights", 7)),
+    "weights of no step": (change(weights_before=["half", "precision"]), ("weights", 6)),
+    "dropout": (change(rng={"torch": "other", "python": "always"}, **RESULT), ("rng", 7)),
+    "computation": (change(**RESULT), ("computation", 7)),
+    # No step draws from Python's generator, so it cannot be the cause.
+    "an unused generator": (
+        lambda step, rank: change(rng={**step.rng, "python": "another"}, **RESULT)(step, rank),
+        ("computation", 7),
+    ),
+    "random states without an effect": (change(rng={"torch": "another"}), None),
+    "no optimizer, nearly equal weights": (
+        change(state_before={}, weights=["nearly", "equal"]),
+        ("optimizer-state", 7),
+    ),
+    "samples of one rank": (other_data, ("data-order", 7)),
+}
 
-    assert kind_after(change) == ("rng", 7)
 
-
-def test_a_generator_that_no_step_draws_from_is_not_blamed() -> None:
-    def change(step: StepRecord, rank: int) -> None:
-        step.rng = {**step.rng, "python": "another"}
-        other_result(step, rank)
-
-    assert kind_after(change) == ("computation", 7)
-
-
-def test_other_random_states_without_an_effect_are_no_difference() -> None:
-    second = trial(range(7, 13), change=replace("rng", {"torch": "another"}))
-    assert compare_resumed(WHOLE, resumed(second)).difference is None
+@pytest.mark.parametrize("name", RESUMED_OTHERWISE)
+def test_the_first_thing_that_is_not_restored_is_named(name: str) -> None:
+    changed, expected = RESUMED_OTHERWISE[name]
+    found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=changed)))
+    assert found.rounding == 0
+    if expected is None:
+        assert found.difference is None
+    else:
+        assert found.difference is not None
+        assert (found.difference.kind, found.difference.step) == expected
 
 
 def test_another_order_of_additions_is_rounding() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.gradients, step.weights = f"rounded-{step.step}", ["rounded", "rounded"]
         step.state = {"exp_avg": "rounded", "step": str(step.step)}
         step.replicated_square *= 1 + 1e-7
 
-    found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=change)))
+    found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=changed)))
     assert found.difference is None
     assert 0 < found.rounding < 1e-6
 
 
-def test_a_lost_optimizer_is_no_rounding() -> None:
-    def change(step: StepRecord, rank: int) -> None:
-        if step.state_before is not None:
-            step.state_before = {}
-        step.weights = ["nearly", "equal"]
-
-    assert kind_after(change) == ("optimizer-state", 7)
-
-
 def test_data_that_is_read_again() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.micro_batches = step_record(step.step - 2, rank).micro_batches
 
-    found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=change))).difference
+    found = compare_resumed(WHOLE, resumed(trial(range(7, 13), change=changed))).difference
     assert found is not None
     assert (found.kind, found.step, found.line) == ("data-order", 7, "train.py:7")
     assert "the last 2 batches are repeated" in found.what
 
 
-def test_other_data_of_a_rank_explain_the_result_on_another() -> None:
-    def change(step: StepRecord, rank: int) -> None:
-        other_result(step, rank)
-        if rank == 1:
-            step.micro_batches[0].inputs = "others"
-
-    assert kind_after(change) == ("data-order", 7)
-
-
 def test_skipped_data() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.micro_batches = step_record(step.step + 1, rank).micro_batches
 
-    found = compare_resumed(WHOLE, resumed(trial(range(7, 12), change=change))).difference
+    found = compare_resumed(WHOLE, resumed(trial(range(7, 12), change=changed))).difference
     assert found is not None
     assert "the next 1 batches are skipped" in found.what
 
@@ -180,13 +155,6 @@ def test_where_it_resumes(
     assert found.kind == kind
 
 
-def test_weights_of_no_step() -> None:
-    second = trial(range(7, 13), change=replace("weights_before", ["half", "precision"]))
-    found = compare_resumed(WHOLE, resumed(second)).difference
-    assert found is not None
-    assert found.kind == "weights"
-
-
 # ---- two runs, and ranks
 
 
@@ -195,7 +163,7 @@ def test_two_equal_runs() -> None:
 
 
 def test_runs_that_differ_from_the_start() -> None:
-    other = trial(range(1, 13), change=replace("weights_before", ["x", "y"], at=1))
+    other = trial(range(1, 13), change=change(at=1, weights_before=["x", "y"]))
     found = compare_repeated(WHOLE, other).difference
     assert found is not None
     assert (found.kind, found.step) == ("weights", 1)
@@ -210,43 +178,43 @@ def test_healthy_ranks() -> None:
 
 
 def test_ranks_with_the_same_samples() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.micro_batches = step_record(step.step, 0).micro_batches
 
-    assert rank_kinds(change) == ["same-data"]
+    assert rank_kinds(changed) == ["same-data"]
 
 
 def test_ranks_that_drift_apart() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         if rank and step.step >= 5:
             step.weights = ["w0", step.weights[1]]
 
-    found = compare_ranks(trial(range(1, 13), change=change))
+    found = compare_ranks(trial(range(1, 13), change=changed))
     assert [(one.kind, one.step, one.rank) for one in found] == [("replicas-differ", 5, 1)]
     assert "a.weight" in found[0].what
 
 
 def test_buffers_of_each_rank() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.buffers = f"{rank}"
 
-    assert rank_kinds(change) == ["buffers-differ"]
+    assert rank_kinds(changed) == ["buffers-differ"]
 
 
 def test_the_same_order_in_each_epoch() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         first = step_record((step.step - 1) % 4 + 1, rank).micro_batches[0]
         step.micro_batches[0].samples = first.samples
 
-    assert rank_kinds(change) == ["epoch-order"]
+    assert rank_kinds(changed) == ["epoch-order"]
 
 
 def test_a_rank_with_less_data() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         if rank and step.step % 4 == 0:
             step.micro_batches[0].samples = step.micro_batches[0].samples[:1]
 
-    assert rank_kinds(change) == ["uneven-batches"]
+    assert rank_kinds(changed) == ["uneven-batches"]
 
 
 def test_workers_with_the_same_seed() -> None:
@@ -296,12 +264,12 @@ def variations(*, accumulation: bool) -> list[Variation]:
     ],
 )
 def test_gradients_of_more_ranks(factor: float, accumulation: bool, kind: str | None) -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.replicated_square *= factor  # the square of a norm
 
     scaling = compare_scaled(
         WHOLE,
-        trial(range(1, 13), change=change),
+        trial(range(1, 13), change=changed),
         *variations(accumulation=accumulation),
     )
     assert (scaling.difference.kind if scaling.difference else None) == kind
@@ -309,12 +277,12 @@ def test_gradients_of_more_ranks(factor: float, accumulation: bool, kind: str | 
 
 
 def test_other_samples_cannot_be_compared() -> None:
-    def change(step: StepRecord, rank: int) -> None:
+    def changed(step: StepRecord, rank: int) -> None:
         step.micro_batches[0].samples = ["another", "sample"]
 
     scaling = compare_scaled(
         WHOLE,
-        trial(range(1, 13), change=change),
+        trial(range(1, 13), change=changed),
         *variations(accumulation=False),
     )
     assert scaling.difference is None

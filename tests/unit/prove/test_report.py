@@ -5,11 +5,12 @@ from pathlib import Path
 
 from syrupy.assertion import SnapshotAssertion
 
+from torchmuster.errors import Impossible
 from torchmuster.finding import Finding, Status
 from torchmuster.prove import report
 from torchmuster.prove.comparing import Difference
 from torchmuster.prove.explanations import finding_of
-from torchmuster.prove.proof import Proof, Result
+from torchmuster.prove.proof import Proof, Result, _result
 from torchmuster.prove.records import ProofRequest
 from unit.prove.made_up_trials import trial
 
@@ -83,3 +84,17 @@ def test_the_page_shows_curves_and_escapes_text() -> None:
     assert "undisturbed" in page
     assert "<svg" in page
     assert "<b>" not in page.replace('<b class="', "")
+
+
+def test_a_proof_with_a_check_that_was_not_tested_does_not_fail() -> None:
+    result = _result("resume", Impossible("the script saved no checkpoint"), allowed=())
+    assert (result.outcome, result.finding.status) == ("not tested", Status.NOTE)
+    made = proof()
+    made.results = [result]
+    assert not made.failed
+
+
+def test_a_difference_that_is_allowed_is_a_note() -> None:
+    difference = Difference(kind="same-data", step=1, what="50 %")
+    result = _result("ranks.same-data", difference, allowed=("same-data",))
+    assert (result.outcome, result.finding.status) == ("pass", Status.NOTE)
