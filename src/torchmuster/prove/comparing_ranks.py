@@ -87,11 +87,11 @@ def _samples_of_first_epoch(rank: RankRecord) -> int:
 
 def _epoch_order(record: TrialRecord) -> Difference | None:
     rank = record.ranks[0]
-    shuffling = {event.values["loader"] for event in rank.of_kind("loader") if event.shuffles}
+    shuffling = {event.loader for event in rank.of_kind("loader") if event.shuffles}
     epochs = _epochs(rank)
     for (loader, iteration), epoch in epochs.items():
         following = epochs.get((loader, iteration + 1), [])
-        if str(loader) not in shuffling or min(len(epoch), len(following)) < 2 * _FEW_SAMPLES:
+        if loader not in shuffling or min(len(epoch), len(following)) < 2 * _FEW_SAMPLES:
             continue
         samples = [sample for _, sample in epoch]
         pairs = zip(samples, following, strict=False)
@@ -104,21 +104,16 @@ def _epoch_order(record: TrialRecord) -> Difference | None:
 
 def _worker_seeds(record: TrialRecord) -> Difference | None:
     for rank in record.ranks:
-        workers: dict[tuple[str, int], list[dict[str, str]]] = {}
+        # By loader, its iteration, and the generator.
+        states: dict[tuple[int, int, str], list[str]] = {}
         for event in rank.of_kind("worker"):
-            workers.setdefault((event.values["loader"], event.step), []).append(event.values)
-        for states in workers.values():
-            for name in ("numpy", "python", "torch"):
-                hashes = {state.get(name) for state in states}
-                if len(states) > 1 and len(hashes) == 1 and None not in hashes:
-                    what = f"all {len(states)} loader workers begin with the same random state of {name}"
-                    return Difference(
-                        kind="worker-seeds",
-                        step=1,
-                        what=what,
-                        rank=rank.rank,
-                        line=rank.loader_line,
-                    )
+            for generator, state in event.random.items():
+                states.setdefault((event.loader, event.step, generator), []).append(state)
+        for (_, _, generator), workers in states.items():
+            if len(workers) > 1 and len(set(workers)) == 1:
+                what = f"all {len(workers)} loader workers begin with the same random state of {generator}"
+                line = rank.loader_line
+                return Difference(kind="worker-seeds", step=1, what=what, rank=rank.rank, line=line)
     return None
 
 

@@ -109,16 +109,20 @@ class ParametersRecord(msgspec.Struct, kw_only=True, tag="parameters"):
 
 
 class EventRecord(msgspec.Struct, kw_only=True, tag="event", omit_defaults=True):
-    """Something that happened after ``step`` steps; ``line`` is where in the script, as ``train.py:12``."""
+    """Something that happened after ``step`` steps; ``line`` is where in the script, as ``train.py:12``.
+
+    A save, the first use of a loader, or the start of a worker in iteration ``step`` of its loader.
+    """
 
     kind: EventKind
     step: int
     path: str = ""
     library: str = ""
     line: str = ""
-    keys: list[str] = []
-    shuffles: bool = False  # of a loader
-    values: dict[str, str] = {}
+    keys: list[str] = []  # of the checkpoint
+    loader: int = 0  # in the order of their first use
+    shuffles: bool = False
+    random: dict[str, str] = {}  # the states with which a worker begins, by generator
 
 
 Line = StepRecord | ParametersRecord | EventRecord

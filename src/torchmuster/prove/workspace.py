@@ -38,7 +38,7 @@ class Workspace:
     folder: Path  # of the user
     command: tuple[str, ...]
     module: bool
-    outputs: tuple[str, ...] = ()  # given by the user, or found; as the script gets them
+    outputs: tuple[str, ...] = ()  # given by the user, as the script gets them
     within: Path  # where the copies are made
     reports: Path  # the folder of all reports, which is not copied
 
@@ -51,11 +51,6 @@ class Workspace:
             if output.is_relative_to(self.folder):
                 _make_output(target / output.relative_to(self.folder), output)
         return target
-
-    def all_outputs(self) -> list[str]:
-        """Return the output folders: those given, and values of arguments whose names say so."""
-        values = output_arguments(self.command[1:])
-        return [*self.outputs, *(value for value in values if not self._absolute(value).is_file())]
 
     def command_in(self, target: Path) -> tuple[str, ...]:
         """Return the command with absolute output folders inside a copy, and other paths as the user meant them."""
@@ -87,7 +82,13 @@ class Workspace:
         return argument
 
     def _output_paths(self) -> set[Path]:
-        return {self._absolute(output) for output in self.all_outputs()}
+        """Return the outputs: those given, and folders in arguments whose names say so."""
+        paths = {self._absolute(output) for output in self.outputs}
+        for value in output_arguments(self.command[1:]):
+            path = self._absolute(value)
+            if not path.is_file():  # a file is a checkpoint to begin with
+                paths.add(path)
+        return paths
 
     def _absolute(self, path: str) -> Path:
         return Path(os.path.normpath(self.folder / path))

@@ -79,7 +79,6 @@ def trial(
                         step=0,
                         line="train.py:7",
                         shuffles=True,
-                        values={"loader": "0"},
                     )
                 ],
             )

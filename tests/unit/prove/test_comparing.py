@@ -221,16 +221,7 @@ def test_workers_with_the_same_seed() -> None:
     record = trial(range(1, 13))
     for rank in record.ranks:
         rank.events.extend(
-            EventRecord(
-                kind="worker",
-                step=0,
-                values={
-                    "worker": str(worker),
-                    "loader": "0",
-                    "numpy": "same",
-                    "torch": str(worker),
-                },
-            )
+            EventRecord(kind="worker", step=0, random={"numpy": "same", "torch": str(worker)})
             for worker in range(2)
         )
     assert [found.kind for found in compare_ranks(record)] == ["worker-seeds"]

@@ -37,8 +37,7 @@ class LoaderWatch:
         if loader not in self._loaders:
             self._loaders.append(loader)
             self._iterations.append(-1)
-            values = {"loader": str(len(self._loaders) - 1)}
-            self._event("loader", shuffles=_shuffles(loader), values=values)
+            self._event("loader", shuffles=_shuffles(loader), loader=len(self._loaders) - 1)
         number = self._loaders.index(loader)
         self._iterations[number] += 1
         iteration = self._iterations[number]
@@ -77,11 +76,7 @@ def init_worker(
     """Initialize a worker as the script does, and then record its random states."""
     if own is not None:
         own(worker)
-    event = EventRecord(
-        kind="worker",
-        step=iteration,
-        values={**random_states(), "worker": str(worker), "loader": str(loader)},
-    )
+    event = EventRecord(kind="worker", step=iteration, loader=loader, random=random_states())
     path = Path(into) / f"rank-{os.environ.get('RANK', '0')}.workers.jsonl"
     with path.open("ab") as file:
         file.write(msgspec.json.encode(event) + b"\n")
