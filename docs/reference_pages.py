@@ -21,17 +21,10 @@ from torchmuster.config.written import json_schema
 from torchmuster.errors import EXIT_CODE_MEANINGS
 from torchmuster.monitor.alerts import ALERTS
 from torchmuster.monitor.catalogue import METRICS
-from torchmuster.monitor.metric import Level
 
 GENERATED = Path(__file__).parent / "generated"
 SOURCE = Path(torchmuster.__file__).parent
 HELP_COLUMNS = "100"
-AVAILABLE = {
-    Level.ALWAYS: "",
-    Level.SOMETIMES: "sometimes",
-    Level.DEVICE: "if the driver reports it",
-}
-
 API_HEAD = """\
 # Python API
 
@@ -142,13 +135,11 @@ def hugging_face_names_table() -> str:
 
 def metrics_table() -> str:
     """Return the metrics of docs/watch.md."""
-    rows = ["| metric | type | labels | meaning | available |", "|---|---|---|---|---|"]
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(metric.all_labels)
         meaning = escaped(metric.help)
-        rows.append(
-            f"| `{metric.name}` | {metric.kind} | {labels} | {meaning} | {AVAILABLE[metric.level]} |"
-        )
+        rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from faster_alerts import shipped_rules
-from mlflow_stand_in import closed_port, mlflow_server
 from nvml_stub import scenarios
 from nvml_stub.scenarios import Scenario
 from patience import GIVE_UP_S
@@ -32,14 +31,13 @@ NUMBERS = ("MusterLossSpike", "MusterLossNotANumber", "MusterSkippedSteps")
 SLOWNESS = ("MusterDataStarved", "MusterStraggler", "MusterStalled", "MusterRunFailed")
 SAVING = ("MusterCheckpointOld", "MusterLauncherDied")
 RESTARTS = ("MusterGoodputLow", "MusterRunFinished")
-SINKS = ("MusterSinkFails",)
 GPUS = ("MusterGpuHot", "MusterGpuThrottled", "MusterGpuMemoryErrors", "MusterGpuMemoryNearLimit")
 MACHINE = ("MusterHostMemoryLow", "MusterDiskFull", "MusterExporterDown")
 ON_HOSTS = ("MusterRanksLost",)  # tests/hosts/test_elastic.py: it takes a second machine
 
 
 def test_every_alert_is_raised_by_a_fault_somewhere() -> None:
-    tried = {*NUMBERS, *SLOWNESS, *SAVING, *RESTARTS, *SINKS, *GPUS, *MACHINE, *ON_HOSTS}
+    tried = {*NUMBERS, *SLOWNESS, *SAVING, *RESTARTS, *GPUS, *MACHINE, *ON_HOSTS}
     shipped = {rule["alert"] for rule in shipped_rules()}
     assert tried == shipped
     assert {one.name for one in ALERTS} < shipped
@@ -163,22 +161,6 @@ def test_restarts(folder: Path) -> None:
     lasted_s = state.since_unix_s - state.started_unix_s
     in_steps_s = sum(line["step_s"] * (1 - line["checkpoint_share"]) for line in lines)
     assert found == pytest.approx(in_steps_s / lasted_s, rel=0.05)
-
-
-@pytest.mark.nightly
-def test_a_tracker_that_is_gone_and_comes_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("mlflow")
-    uri = closed_port()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    there = ("--set", "metrics.sinks=mlflow")
-    with _watched(folder, speed=20) as watchers, training(folder, *there) as it:
-        watchers.await_raised(*SINKS)
-        assert it.process.poll() is None, "the training goes on"
-        with mlflow_server(port=int(uri.rpartition(":")[2])) as kept:
-            watchers.await_over(*SINKS)
-            assert kept.points("train/loss")[0][0] == 1  # also the numbers from before
 
 
 @pytest.mark.nightly

@@ -124,7 +124,7 @@ ALERTS: tuple[Alert, ...] = (
         name="MusterLossSpike",
         severity="warning",
         metric=catalogue.LOSS,
-        when=lambda series, limit: series.running and series.value > limit * series.median(),
+        when=lambda series, limit: series.running and series.value > limit * series.median() > 0,
         limit=3,
         for_s=120,
         summary="{job}: the loss is {value}, over 3 times its 30-minute median (run {run})",
@@ -175,12 +175,10 @@ ALERTS: tuple[Alert, ...] = (
         name="MusterCheckpointOld",
         severity="warning",
         metric=catalogue.CHECKPOINT_AGE,
-        when=lambda series, limit: (
-            series.running and series.value > limit * series.beside(catalogue.CHECKPOINT_INTERVAL)
-        ),
-        limit=3,
+        when=lambda series, limit: series.running and series.value > limit,
+        limit=10_800,
         for_s=300,
-        summary="{job}: no checkpoint for {value} s, over 3 times the usual interval (run {run})",
+        summary="{job}: no checkpoint for {value} s (run {run})",
         why="a failure now would lose all steps since the last checkpoint",
         fix="find out why saving fails: muster explain {run}; or save more often (muster train: "
         "checkpoint.every)",
@@ -195,17 +193,6 @@ ALERTS: tuple[Alert, ...] = (
         summary="{job}: low goodput: {percent} of the time went into useful steps (run {run})",
         why="restarts, saving, evaluation or waiting take the rest",
         fix=EXPLAIN,
-    ),
-    Alert(
-        name="MusterSinkFails",
-        severity="warning",
-        metric=catalogue.SINK_FAILING,
-        when=lambda series, limit: series.value > limit,
-        limit=60,
-        summary="{job}: {sink} has received no metrics of run {run} for {value} s",
-        why="the tracker cannot be reached, or the sending process was killed; no metrics are "
-        "lost: the run folder has all of them",
-        fix="check that the tracker can be reached; sending is retried automatically",
     ),
     Alert(
         name="MusterRanksLost",

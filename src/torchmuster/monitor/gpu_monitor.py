@@ -30,11 +30,8 @@ _KNOWN: Mapping[str, Metric] = {
     "loss": catalogue.LOSS,
     "epoch": catalogue.EPOCH,
     "learning_rate": catalogue.LEARNING_RATE,
-    "lr": catalogue.LEARNING_RATE,
     "gradient_norm": catalogue.GRADIENT_NORM,
-    "grad_norm": catalogue.GRADIENT_NORM,
     "samples_per_s": catalogue.SAMPLES_RATE,
-    "throughput": catalogue.SAMPLES_RATE,
     "tokens_per_s": catalogue.TOKENS_RATE,
 }
 _WAIT_FOR_LOOK_S = 5.0
@@ -60,14 +57,12 @@ class GPUMonitor:
         self,
         *,
         name: str = "training",
-        every: int = 1,
         look_every_s: float = 2.0,
         tensorboard_folder: str | os.PathLike[str] | None = None,
         prometheus_port: int | None = None,
         on_alert: Callable[[str], None] | None = None,
     ) -> None:
         self._labels = (name, f"{name}-{os.getpid()}")
-        self._every = max(1, every)
         self._look_every_s = look_every_s
         self._on_alert = on_alert
         self._watching = AlertWatch()
@@ -83,8 +78,8 @@ class GPUMonitor:
             if self._watches:
                 stack.enter_context(keep_nvml_open())
                 if tensorboard_folder is not None and _number_in("RANK") == 0:
-                    self._board = _open_tensorboard(tensorboard_folder)
-                    stack.callback(_close_tensorboard, self._board)
+                    self._board = TensorBoard(tensorboard_folder)
+                    stack.callback(self._close_board)
                 if prometheus_port is not None:
                     self.port = stack.enter_context(
                         serve_metrics(self._all_samples, port=prometheus_port)
@@ -97,12 +92,7 @@ class GPUMonitor:
         atexit.register(self.close)  # scripts that do not call close() lose no data
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log values of a step; return them together with the GPU values and ``steps_per_s``.
-
-        With ``every=N`` only every N-th step is logged; other steps return an empty result.
-        """
-        if step % self._every:
-            return {}
+        """Log values of a step; return them together with the GPU values and ``steps_per_s``."""
         values = {name: _number(name, value) for name, value in metrics.items()}
         with self._lock:
             now_s = time.monotonic()
@@ -126,6 +116,11 @@ class GPUMonitor:
             self._over.set()
             self._stack.close()
             atexit.unregister(self.close)
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            with suppress(Exception):  # a full disk
+                self._board.close()
 
     def __enter__(self) -> "GPUMonitor":
         return self
@@ -155,17 +150,18 @@ class GPUMonitor:
             self._node = dataclasses.replace(node, accelerators=seen)
             news = self._watching.look(self._samples(), time.monotonic())
         for event in news:
-            self._tell(event)
+            self._report(event)
 
-    def _tell(self, news: AlertNews) -> None:
-        text = _text_of(news)
-        if self._on_alert is None:
-            _log.log(logging.WARNING if news.raised else logging.INFO, "%s", text)
-            return
-        try:
+    def _report(self, news: AlertNews) -> None:
+        text = f"resolved: {news.summary}"
+        if news.raised:
+            text = f"{news.alert.severity}: {news.summary}: {news.alert.why}"
+            if news.alert.fix != EXPLAIN:  # there is no run folder here
+                text += f"; fix: {news.fix}"
+        if self._on_alert is not None:
             self._on_alert(text)
-        except Exception:
-            _log.exception("on_alert failed with: %s", text)
+        else:
+            _log.log(logging.WARNING if news.raised else logging.INFO, "%s", text)
 
     def _all_samples(self) -> list[Sample]:
         with self._lock:
@@ -187,37 +183,6 @@ class GPUMonitor:
         for name, value in self._values.items():
             if name not in _KNOWN:
                 yield Sample(catalogue.EVALUATION, (*self._labels, name), value)
-
-
-def _open_tensorboard(folder: str | os.PathLike[str]) -> TensorBoard:
-    try:
-        return TensorBoard(folder)
-    except ImportError as error:
-        raise Impossible(
-            "tensorboard_folder is set, but tensorboard is not installed",
-            why=str(error),
-            fix="pip install 'torchmuster[tensorboard]', or omit tensorboard_folder",
-        ) from error
-    except OSError as error:
-        raise Impossible(
-            f"cannot write TensorBoard curves to {folder}",
-            why=error.strerror or str(error),
-            fix="choose a writable folder on a disk with free space",
-        ) from error
-
-
-def _close_tensorboard(board: TensorBoard) -> None:
-    with suppress(Exception):  # a full disk
-        board.close()
-
-
-def _text_of(news: AlertNews) -> str:
-    if not news.raised:
-        return f"resolved: {news.summary}"
-    fix = f"; fix: {news.fix}"
-    if news.alert.fix == EXPLAIN:  # there is no run folder here
-        fix = ""
-    return f"{news.alert.severity}: {news.summary}: {news.alert.why}{fix}"
 
 
 def _number(name: str, value: object) -> float:

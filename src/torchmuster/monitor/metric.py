@@ -20,14 +20,6 @@ class Scope(enum.Enum):
     DEVICE = ("host", "gpu_uuid")
 
 
-class Level(enum.StrEnum):
-    """When a metric is available."""
-
-    ALWAYS = "always"  # in every `muster train` run, from its first step line on
-    SOMETIMES = "sometimes"  # if the run has it: a gradient norm if gradients are clipped
-    DEVICE = "device"  # on hosts with an accelerator whose driver reports it
-
-
 @dataclass(frozen=True)
 class Metric:
     """One metric: its name, which ends in its unit, its scope and its meaning.
@@ -39,7 +31,6 @@ class Metric:
     scope: Scope
     help: str
     labels: tuple[str, ...] = ()
-    level: Level = Level.ALWAYS
 
     @property
     def kind(self) -> MetricKind:

@@ -6,14 +6,13 @@ attempt sends the rest.
 """
 
 import contextlib
+import json
 import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from torchmuster import untrusted
 from torchmuster.launch.history import run_state
@@ -33,77 +32,43 @@ _TABLES = {"train": "steps.jsonl", "evaluation": "evaluations.jsonl"}
 _POSITION = ("step", "at_unix_s")  # not curves
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a tracker has the run, stored in the run folder."""
+class Sender(threading.Thread):
+    """Sends the rows of a run to one tracker, each step once.
 
-    run: str = ""  # the tracker's id of the run
-    steps: dict[str, int] = {}  # the last step that was sent, by table
-    error: str = ""  # "": the last attempt to send worked
-    error_since_unix_s: float = 0.0
+    How far the tracker has the run is stored in the run folder, in ``metrics/sinks/NAME.json``: the tracker's
+    id of the run, and the last step of each table that was sent.
+    """
 
-    def failing_s(self, now_unix_s: float) -> float:
-        """Return how long sending has failed; 0 if the last attempt worked."""
-        return max(0.0, now_unix_s - self.error_since_unix_s) if self.error else 0.0
-
-
-_decode_progress = msgspec.json.Decoder(Progress).decode
-
-
-def read_progress(run: RunFolder, tracker: str) -> Progress | None:
-    """Return the progress of a tracker; None if nothing was ever sent there."""
-    try:
-        return untrusted.read_typed(_progress_path(run, tracker), _decode_progress)
-    except (OSError, untrusted.Unreadable):
-        return None
-
-
-def read_all_progress(run: RunFolder) -> dict[str, Progress]:
-    """Return the progress of each tracker of a run."""
-    progress = {}
-    for path in sorted((run.metrics / "sinks").glob("[!.]*.json")):
-        stored = read_progress(run, path.stem)
-        if stored is not None:
-            progress[path.stem] = stored
-    return progress
-
-
-def _progress_path(run: RunFolder, tracker: str) -> Path:
-    return run.metrics / "sinks" / f"{tracker}.json"
-
-
-class Sender:
-    """Sends the rows of a run to one tracker, each step once, in a thread of its own."""
-
-    def __init__(self, run: RunFolder, name: str, experiment: str) -> None:
-        self.name = name
+    def __init__(self, run: RunFolder, tracker_name: str, experiment: str) -> None:
+        super().__init__(name=f"to {tracker_name}", daemon=True)
+        self.tracker_name = tracker_name
+        self.error: str | None = None  # why the last attempt failed
         self._run = run
         self._experiment = experiment
-        self._progress = read_progress(run, name) or Progress()
-        self._reached = dict(self._progress.steps)  # by table: the last step that was read
+        self._path = sent_file(run, tracker_name)
+        stored = untrusted.read_json_object(self._path)
+        self._run_id = str(stored.get("run", ""))
+        self._reached = {table: _step(stored.get(table)) for table in _TABLES}  # steps read so far
         self._files = {table: GrowingFile(run.metrics / file) for table, file in _TABLES.items()}
         self._waiting: list[tuple[str, Row]] = []
         self._tracker: Tracker | None = None
         self._finished = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name=f"to {name}", daemon=True)
-
-    def start(self) -> None:
-        """Start sending."""
-        self._thread.start()
 
     def end(self, *, finished: bool) -> None:
         """Have the rest sent, and the tracker closed; do not wait for it."""
         self._finished = finished
         self._ended.set()
 
-    def join(self, timeout_s: float) -> str:
-        """Wait for the end of :meth:`end`; return why something is missing, "" if nothing is."""
-        self._thread.join(max(0.0, timeout_s))
-        if self._thread.is_alive() and not self._progress.error:
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait for the end of :meth:`end`; return why something is missing, None if nothing is."""
+        self.join(max(0.0, timeout_s))
+        if self.is_alive() and self.error is None:
             self._record_error(TimeoutError("no answer before the end of the run"))
-        return self._progress.error
+        return self.error
 
-    def _follow(self) -> None:
+    def run(self) -> None:
+        """Send new rows until the end, with growing pauses while the tracker fails."""
         wait_s = _POLL_EVERY_S
         while True:
             ended = self._ended.is_set()
@@ -114,7 +79,7 @@ class Sender:
                 wait_s = _POLL_EVERY_S
             except Exception as error:  # any error of a tracker's library
                 self._record_error(error)
-                self._tracker = None
+                self._abandon()
                 wait_s = min(2 * wait_s, _RETRY_AT_LEAST_EVERY_S)
             if ended:
                 return
@@ -123,53 +88,62 @@ class Sender:
     def send_new(self) -> int:
         """Send all rows that are not sent yet; return their number."""
         count = 0
-        while self._waiting or self._read_new():
+        self._read_new()
+        while self._waiting:
             batch = self._waiting[:_AT_A_TIME]
             if self._tracker is None:
-                known = self._progress.run
-                self._tracker = open_tracker(self.name, self._run, self._experiment, known)
+                self._tracker = open_tracker(
+                    self.tracker_name, self._run, self._experiment, self._run_id
+                )
+                self._run_id = self._tracker.run
             self._tracker.write([row for _, row in batch])
-            steps = self._progress.steps | {table: row.step for table, row in batch}
-            self._store(run=self._tracker.run, steps=steps)
             del self._waiting[:_AT_A_TIME]
+            self._store_sent(batch)
             count += len(batch)
-        if self._progress.error:
-            run_state.log_event(
-                self._run, "sink", sink=self.name, what=f"{self.name}: sending metrics works again"
-            )
-            self._store(error="", error_since_unix_s=0.0)
+            self._read_new()
+        self.error = None
         return count
 
-    def _read_new(self) -> bool:
-        """Read new lines; return whether there are any.
-
-        Steps that are repeated after a restart have the values that were sent before.
-        """
+    def _read_new(self) -> None:
+        """Read new lines. Steps that are repeated after a restart have the values that were sent before."""
         for table, file in self._files.items():
             _, lines = file.new_lines()
             for line in lines:
                 row = row_of(table, line)
-                if row is not None and row.step > self._reached.get(table, 0):
+                if row is not None and row.step > self._reached[table]:
                     self._reached[table] = row.step
                     self._waiting.append((table, row))
-        return bool(self._waiting)
+
+    def _store_sent(self, batch: Sequence[tuple[str, Row]]) -> None:
+        sent = untrusted.read_json_object(self._path)
+        sent |= {"run": self._run_id} | {table: row.step for table, row in batch}
+        with contextlib.suppress(OSError):  # on a full disk, the last rows may be sent twice
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(sent), durable=False)
 
     def _record_error(self, error: Exception) -> None:
+        """Keep why sending fails; the run's events get it when sending begins to fail."""
         text = " ".join(redact_text(f"{type(error).__name__}: {error}").split())[:_LONGEST_ERROR]
-        if self._progress.error:
-            self._store(error=text)
-            return
-        what = f"{self.name}: cannot send metrics: {text}"
-        run_state.log_event(self._run, "sink", sink=self.name, what=what)
-        self._store(error=text, error_since_unix_s=time.time())
+        if self.error is None:
+            what = f"{self.tracker_name}: cannot send metrics: {text}"
+            run_state.log_event(self._run, "sink", sink=self.tracker_name, what=what)
+        self.error = text
 
-    def _store(self, **changed: Any) -> None:
-        self._progress = msgspec.structs.replace(self._progress, **changed)
-        path = _progress_path(self._run, self.name)
-        with contextlib.suppress(OSError):  # on a full disk, the last rows may be sent twice
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = msgspec.json.encode(self._progress).decode()
-            write_atomically(path, text, durable=False)
+    def _abandon(self) -> None:
+        """Close a tracker that failed; the next attempt opens it again."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with contextlib.suppress(Exception):
+                tracker.close(finished=False)
+
+
+def sent_file(run: RunFolder, tracker_name: str) -> Path:
+    """Return the file that says how far a tracker has the run."""
+    return run.metrics / "sinks" / f"{tracker_name}.json"
+
+
+def _step(stored: object) -> int:
+    return stored if isinstance(stored, int) else -1
 
 
 @contextlib.contextmanager
@@ -196,9 +170,9 @@ def send_in_background(
             sender.end(finished=finished)
         until_s = time.monotonic() + within_s
         for sender in senders:
-            error = sender.join(until_s - time.monotonic())
-            if error:
-                missing[sender.name] = error
+            error = sender.wait(until_s - time.monotonic())
+            if error is not None:
+                missing[sender.tracker_name] = error
 
 
 def row_of(table: str, line: Mapping[str, Any]) -> Row | None:

@@ -15,8 +15,6 @@ from torchmuster.redaction import redact_mapping
 from torchmuster.runfolder import RunFolder
 
 _MLFLOW_TAG = "torchmuster.run"
-_MOST_METRICS = 1000  # MLflow's limits per request
-_MOST_PARAMETERS = 100
 _LONGEST_PARAMETER = 6000
 # MLflow's client retries for minutes; here the next attempt is as good. Values set by the user stay.
 _MLFLOW_DEFAULTS = {
@@ -84,7 +82,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """One MLflow run per run folder, found by its id or by a tag with the folder's name."""
+    """One MLflow run per run folder; later attempts continue it by its id."""
 
     def __init__(self, run: RunFolder, experiment: str, known: str) -> None:
         for name, value in _MLFLOW_DEFAULTS.items():
@@ -94,42 +92,34 @@ class MLflow:
 
         self._entities: Any = entities
         self._client: Any = mlflow.MlflowClient()  # address and keys are in the environment
-        self.run = known or self._find_or_create(run, experiment)
+        self.run = known or self._create(run, experiment)
         self._client.update_run(self.run, status="RUNNING")
 
-    def _find_or_create(self, run: RunFolder, experiment: str) -> str:
+    def _create(self, run: RunFolder, experiment: str) -> str:
+        """Create the run with its settings as parameters; return its id."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment)
         existing = self._client.get_experiment_by_name(name)
-        if existing is not None:
-            experiment_id = str(existing.experiment_id)
+        if existing is None:
+            experiment_id = self._client.create_experiment(name)
         else:
-            experiment_id = str(self._client.create_experiment(name))
-        # An earlier attempt may have created the run without storing its id.
-        query = f"tags.`{_MLFLOW_TAG}` = '{run.id}'"
-        runs = self._client.search_runs([experiment_id], filter_string=query, max_results=1)
-        if runs:
-            return str(runs[0].info.run_id)
-        created = self._client.create_run(
-            experiment_id, run_name=run.id, tags={_MLFLOW_TAG: run.id}
-        )
-        identity = str(created.info.run_id)
+            experiment_id = existing.experiment_id
+        tags = {_MLFLOW_TAG: run.id}
+        created = self._client.create_run(experiment_id, run_name=run.id, tags=tags)
         parameters = []
         for key, value in settings_of(run).items():
             parameters.append(self._entities.Param(key, value[:_LONGEST_PARAMETER]))
-        for begin in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(identity, params=parameters[begin : begin + _MOST_PARAMETERS])
-        return identity
+        self._client.log_batch(created.info.run_id, params=parameters)
+        return str(created.info.run_id)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Send rows; MLflow stores a point that it gets again with the same time once."""
+        """Send rows; the client divides them among requests."""
         metrics = []
         for row in rows:
             for name, number in row.numbers.items():
                 allowed = re.sub(r"[^\w\-./ :]", "_", name)
                 at_ms = round(row.at_unix_s * 1000)
                 metrics.append(self._entities.Metric(allowed, number, at_ms, row.step))
-        for begin in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self.run, metrics=metrics[begin : begin + _MOST_METRICS])
+        self._client.log_batch(self.run, metrics=metrics)
 
     def close(self, *, finished: bool) -> None:
         """Record how the run ended; a resumed run sets it to running again."""

@@ -56,6 +56,7 @@ SCENARIOS: list[Scenario] = [
     _of_a_run("MusterLossSpike", catalogue.LOSS, [2] * 9 + [7] * 4, raised=True, why="x 3.5"),
     _of_a_run("MusterLossSpike", catalogue.LOSS, [2] * 9 + [5] * 4, raised=False, why="x 2.5"),
     _of_a_run("MusterLossSpike", catalogue.LOSS, [2] * 9 + [9, 9, 2], raised=False, why="short"),
+    _of_a_run("MusterLossSpike", catalogue.LOSS, [-1] * 13, raised=False, why="a log-likelihood"),
     _of_a_run(
         "MusterSkippedSteps",
         catalogue.SKIPPED_STEPS,
@@ -98,43 +99,23 @@ SCENARIOS: list[Scenario] = [
         ),
         raised=False,
     ),
-    *(
-        Scenario(
-            "MusterCheckpointOld",
-            why,
-            (
-                (catalogue.CHECKPOINT_AGE, RUN, [first_s + 60.0 * minute for minute in range(8)]),
-                (catalogue.CHECKPOINT_INTERVAL, RUN, [interval_s] * 8),
-                _phase("running", 8),
-            ),
-            raised=raised,
-        )
-        for why, first_s, interval_s, raised in (
-            ("none for 3 h, and it has not shown how often it saves", 10_801.0, 3600.0, True),
-            ("it saves every 10 min", 1801.0, 600.0, True),
-            ("it saves every 10 min, and is a little late", 1300.0, 600.0, False),
-            ("it saves every 6 h", 11_000.0, 21_600.0, False),
-        )
+    _of_a_run(
+        "MusterCheckpointOld",
+        catalogue.CHECKPOINT_AGE,
+        [10_801.0 + 60.0 * minute for minute in range(8)],
+        raised=True,
+        why="none for 3 h",
+    ),
+    _of_a_run(
+        "MusterCheckpointOld",
+        catalogue.CHECKPOINT_AGE,
+        [10_000.0 + 60.0 * minute for minute in range(8)],
+        raised=False,
+        why="none for less",
     ),
     _of_a_run("MusterGoodputLow", catalogue.GOODPUT, [0.4] * 32, raised=True, why="40 %"),
     _of_a_run(
         "MusterGoodputLow", catalogue.GOODPUT, [0.4] * 20 + [0.6], raised=False, why="better"
-    ),
-    _of_a_run(
-        "MusterSinkFails",
-        catalogue.SINK_FAILING,
-        [0, 30, 90],
-        raised=True,
-        why="it cannot be reached",
-        sink="mlflow",
-    ),
-    _of_a_run(
-        "MusterSinkFails",
-        catalogue.SINK_FAILING,
-        [0, 30, 0],
-        raised=False,
-        why="it is back",
-        sink="mlflow",
     ),
     *(
         Scenario(

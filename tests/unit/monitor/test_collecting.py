@@ -69,11 +69,11 @@ class Watched:
         path.parent.mkdir(parents=True)
         path.write_bytes(msgspec.json.encode(content))
 
-    def seen_from(self, host: str, *, all_ranks: bool = False) -> dict[str, float]:
+    def seen_from(self, host: str) -> dict[str, float]:
         """Return what another machine's exporter tells."""
         node = dataclasses.replace(_node(), hostname=host)
         clock = lambda: self.now  # noqa: E731
-        collector = Collector(self.run.path.parent, lambda: node, all_ranks=all_ranks, clock=clock)
+        collector = Collector(self.run.path.parent, lambda: node, clock=clock)
         return {_key(one, self.run.id): one.value for one in collector.samples()}
 
     def look(self) -> dict[str, float]:
@@ -156,7 +156,6 @@ def test_a_loss_that_nobody_knows_is_not_called_bad(
     watched.line(loss=None, loss_scale=scale)
     seen = watched.look()
     assert math.isnan(seen.get("train_loss", 0.0)) is is_known
-    assert seen.get("train_loss_scale") == scale
 
 
 def test_what_a_training_says_of_its_saves(watched: Watched) -> None:
@@ -181,26 +180,19 @@ def test_what_a_training_says_of_its_saves(watched: Watched) -> None:
     assert seen["checkpoint_stall_seconds"] == 0.25
 
 
-def test_a_run_is_told_of_however_many_have_ended_since(watched: Watched) -> None:
+def test_a_damaged_line_is_counted_as_far_as_it_can_be_read(watched: Watched) -> None:
     watched.state("running")
-    for _ in range(25):
-        later = create_run_folder(watched.run.path.parent, "later")
-        add_event(later, "finished", NOW - 5000)
-    assert watched.look()["run_phase running"] == 1
-    assert watched.look()["run_phase running"] == 1
+    watched.line(skipped_steps="x", checkpoint_share=[1], evaluation_share="y")
+    seen = watched.look()
+    assert seen["train_skipped_steps_total"] == 0
+    assert seen["train_goodput_ratio"] == pytest.approx(20 / 110)
 
 
-def test_a_checkpoint_and_an_evaluation(watched: Watched) -> None:
+def test_an_evaluation(watched: Watched) -> None:
     watched.state("running")
-    for step in (100, 20):
-        folder = watched.run.checkpoints / f"step-{step:08d}-7868"
-        folder.mkdir()
-        (folder / "manifest.json").write_text("{}")
-    (watched.run.checkpoints / "step-00000900-6516").mkdir()  # not complete
     numbers = {"step": 5, "epoch": 0, "accuracy": 0.5, "note": "none"}
     (watched.run.metrics / "evaluations.jsonl").write_text(json.dumps(numbers) + "\n")
     seen = watched.look()
-    assert seen["checkpoint_step"] in (20, 100)
     assert seen["train_evaluation accuracy"] == 0.5
     assert "train_evaluation note" not in seen
 
@@ -254,7 +246,6 @@ def test_each_machine_tells_of_its_own_ranks_and_one_or_two_of_the_run(watched: 
     assert not [key for key in elsewhere if key.startswith(("train_", "run_"))]
     assert "rank_step b 1" in elsewhere
     assert "run_ranks" in watched.seen_from("login"), "it launched the run"
-    assert "rank_step b 1" in watched.seen_from("c", all_ranks=True)
 
 
 def test_devices_and_the_machine(watched: Watched) -> None:
@@ -267,7 +258,6 @@ def test_devices_and_the_machine(watched: Watched) -> None:
     assert "gpu_power_watts GPU-1" not in seen
     assert seen["gpu_energy_joules_total GPU-1"] == 81.5
     assert seen["host_memory_bytes"] > seen["host_memory_available_bytes"] > 0
-    assert seen["exporter_series"] == len(seen) - 1
 
 
 def test_the_queue_and_the_claims_of_the_machine(

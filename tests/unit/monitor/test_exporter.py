@@ -61,6 +61,9 @@ def test_mutual_tls_refuses_clients_without_a_certificate(tmp_path: Path) -> Non
         assert "muster_run_restarts" in _read(address, trusting)
 
 
+# prometheus_client leaves its socket open if it cannot read a certificate.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_taken_port_and_a_missing_certificate_are_named(tmp_path: Path) -> None:
     tls = Tls(certificate=tmp_path / "a", client_ca=tmp_path / "b")
     with (

@@ -7,7 +7,6 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from made_up_runs import (
     NOW,
@@ -20,7 +19,6 @@ from made_up_runs import (
     write_lines,
 )
 from patience import GIVE_UP_S
-from script_checkpoints import cut, record, torch_file
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
@@ -58,55 +56,20 @@ def _answer(page: str) -> dict[str, str]:
     return {name: unescape(words) for name, words in found}
 
 
-def test_checkpoints_of_a_script_and_how_to_resume_it(tmp_path: Path) -> None:
-    run = a_run(tmp_path, phase="failed", headline="rank 1 on a failed: killed (SIGKILL)")
-    spec = JobSpec(
-        name="x", command=("train.py", "fit"), flags=("--ranks", "2"), folder=str(tmp_path)
-    )
-    run_state.write_job(run, spec)
-    paths = [torch_file(tmp_path / f"step={step}.ckpt") for step in (10, 20, 30)]
-    for step, path in zip((10, 20, 30), paths, strict=True):
-        os.utime(path, (NOW - 91 + step, NOW - 91 + step))
-        record(run, path, step, library="lightning", at_unix_s=NOW - 90 + step)
-    paths[0].unlink()  # by the script itself
-    cut(paths[2])
-    page = _page(run)
-    table = page.partition("<h2>checkpoints</h2>")[2].partition("</section>")[0]
-    cells = [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", table)]
-    assert [cells[row : row + 3] for row in (0, 6)] == [
-        ["30", str(paths[2]), "lightning"],
-        ["20", str(paths[1]), "lightning"],
-    ]
-    assert [cells[row + 4] for row in (0, 6)] == ["50 s ago", "1 min ago"]
-    assert cells[5].startswith("torn: ")
-    assert cells[11] == "complete"
-    answer = _answer(page)
-    assert answer["to do"].startswith(f"muster run --ranks 2 train.py fit --ckpt_path {paths[1]}")
-    assert answer["result"].endswith("2 checkpoints kept")
-
-
-def test_a_run_that_finished(run: RunFolder, snapshot: SnapshotAssertion) -> None:
+def test_a_run_that_finished(run: RunFolder) -> None:
     add_lines(run)
     add_ranks(run, 2)
-    add_event(
-        run,
-        "started",
-        NOW - 90,
-        attempt=0,
-        ranks=2,
-        devices={"a": ["cuda:0 NVIDIA A100", "cuda:1 NVIDIA A100"]},
-    )
+    add_event(run, "started", NOW - 90, attempt=0, ranks=2)
     run.config.write_text("train:\n  steps: 100\n")
     (run.metrics / "evaluations.jsonl").write_text('{"step": 90, "epoch": 0, "accuracy": 0.875}\n')
     page = _page(run)
     assert '<h1>llm: <b class="ok">finished</b></h1>' in page
     told = _answer(page)
     assert told["command"] == "muster train --config llm.yaml"
-    assert told["result"] == snapshot
+    assert "100 steps, loss" in told["result"]
     assert told["to do"] == "nothing"
     assert page.count('<svg xmlns="http://www.w3.org/2000/svg"') == 3
     assert "<td>1</td><td>a</td>" in page
-    assert "<td>2 x NVIDIA A100</td>" in page
     assert "accuracy" in page
     assert "steps: 100" in page
 
@@ -127,7 +90,7 @@ def test_where_the_time_of_all_steps_went(run: RunFolder) -> None:
         assert words in page
 
 
-def test_a_run_that_failed(run: RunFolder, snapshot: SnapshotAssertion) -> None:
+def test_a_run_that_failed(run: RunFolder) -> None:
     write_lines(run, lifelike_lines(60, bad_from=50))
     failed = Finding(
         name="rank-failed",
@@ -143,7 +106,6 @@ def test_a_run_that_failed(run: RunFolder, snapshot: SnapshotAssertion) -> None:
     assert 'llm: <b class="failure">failed</b>' in page
     told = _answer(page)
     assert told["result"].startswith("rank 1 on a failed:")
-    assert told["result"] == snapshot
     assert told["to do"] == "leave it out"
     assert "a batch is empty" in page
 

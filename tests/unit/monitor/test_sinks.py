@@ -11,7 +11,7 @@ import pytest
 from patience import GIVE_UP_S
 from torchmuster.launch.history import run_state
 from torchmuster.monitor import sinks
-from torchmuster.monitor.sinks import Sender, read_progress, send_in_background
+from torchmuster.monitor.sinks import Sender, send_in_background
 from torchmuster.monitor.trackers import Row
 from unit.monitor.written_run import WrittenRun
 
@@ -84,14 +84,14 @@ def test_a_training_sends_while_it_runs_and_the_rest_at_its_end(
 
 
 def test_each_step_is_sent_once_over_attempts(written: WrittenRun, tracker: MemoryTracker) -> None:
-    written.steps(1, 2, 3, 4)
+    written.steps(0, 1, 2, 3, 4)
     written.evaluations(4, accuracy=0.5)
-    assert _send(written) == 5
+    assert _send(written) == 6
     written.cut_off_after(2)  # as after a restart from step 2
     written.steps(3, 4, 5)
     written.evaluations(4, 5, accuracy=0.5)
     assert _send(written) == 2
-    assert tracker.of("train") == [1, 2, 3, 4, 5]
+    assert tracker.of("train") == [0, 1, 2, 3, 4, 5]
     assert tracker.of("evaluation") == [4, 5]
     assert tracker.opened == ["", "their-id"]
 
@@ -102,17 +102,13 @@ def test_a_tracker_that_fails_gets_the_rows_later(
     tracker.fails = True
     with send_in_background(written.run.path, ("mlflow",)) as missing:
         written.steps(1, 2)
-
-        def failed() -> bool:
-            progress = read_progress(written.run, "mlflow")
-            return progress is not None and bool(progress.error)
-
-        await_true("its error", failed)
+        await_true("its error", lambda: tracker.closed == [False])
         tracker.fails = False
     assert (tracker.of("train"), missing) == ([1, 2], {})
-    events = [str(event.facts["what"]) for event in run_state.read_events(written.run)]
-    assert events[0] == "mlflow: cannot send metrics: ConnectionError: not there, token=[redacted]"
-    assert events[1] == "mlflow: sending metrics works again"
+    (event,) = run_state.read_events(written.run)
+    what = "mlflow: cannot send metrics: ConnectionError: not there, token=[redacted]"
+    assert event.facts["what"] == what
+    assert len(tracker.opened) >= 2
 
 
 def test_a_tracker_that_never_answers_is_left_at_the_end(

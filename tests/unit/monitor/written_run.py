@@ -20,7 +20,7 @@ sender = sinks.Sender(RunFolder(Path(sys.argv[1])), sys.argv[2], "llama")
 print("sent", sender.send_new())
 sender.start()
 sender.end(finished=False)
-assert not sender.join(60.0)
+assert sender.wait(60.0) is None
 """
 
 

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,7 +24,7 @@ from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.runfolder import RunFolder, list_runs, run_name
 
 # A run that has ended is exported for this long, so that its final phase is scraped.
-_TOLD_AFTER_S = 900.0
+_ENDED_S = 900.0
 _MOST_RUNS = 20
 # Ranks have a few series each; this is the hard limit per host.
 MOST_SERIES = 50_000
@@ -43,50 +42,36 @@ _OF_A_HEARTBEAT = {
 }
 
 
-@dataclass(frozen=True)
-class FollowedRun:
-    """A run, its job name, and the readers of its folder."""
-
-    folder: RunFolder
-    job: str
-    metrics: RunMetrics
-
-
 class ActiveRuns:
-    """Polls a folder of runs."""
+    """The runs of a folder that are exported, each with the readers of its folder."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
-        self._followed: dict[str, FollowedRun] = {}
+        self._followed: dict[str, RunMetrics] = {}
         self._over: dict[str, int] = {}  # ended runs, and when their end was written
 
-    def now(self, now_unix_s: float) -> Iterator[FollowedRun]:
+    def now(self, now_unix_s: float) -> Iterator[RunMetrics]:
         """Yield the runs, newest first."""
-        exported: list[str] = []
+        followed: dict[str, RunMetrics] = {}
         for run in list_runs(self._runs):
-            if len(exported) == _MOST_RUNS:
+            if len(followed) == _MOST_RUNS:
                 break
-            if self._is_over(run, now_unix_s):
-                continue
-            exported.append(run.id)
-            if run.id not in self._followed:
-                job = run_name(run)
-                self._followed[run.id] = FollowedRun(run, job, RunMetrics(run, job))
-            yield self._followed[run.id]
-        for run_id in list(self._followed):
-            if run_id not in exported:
-                del self._followed[run_id]
+            if not self._is_over(run, now_unix_s):
+                metrics = self._followed.get(run.id) or RunMetrics(run, run_name(run))
+                followed[run.id] = metrics
+                yield metrics
+        self._followed = followed
 
     def _is_over(self, run: RunFolder, now_unix_s: float) -> bool:
         """Return whether a run is no longer exported; each ended run is read once."""
         try:
             written = run.events.stat().st_mtime_ns
         except OSError:
-            return True  # nothing is logged yet
+            return True  # it has no events yet
         if self._over.get(run.id) == written:
             return True
         state = run_state.read_state(run)
-        if state is None or (not state.active and now_unix_s - state.since_unix_s >= _TOLD_AFTER_S):
+        if state is None or (not state.active and now_unix_s - state.since_unix_s >= _ENDED_S):
             self._over[run.id] = written
             return True
         return False
@@ -125,7 +110,6 @@ def _values(device: Device) -> Iterator[tuple[Metric, float | None]]:
     yield catalogue.GPU_TEMPERATURE, device.temperature_c
     yield catalogue.GPU_SLOWDOWN_TEMPERATURE, device.slowdown_temperature_c
     yield catalogue.GPU_POWER, device.power_w
-    yield catalogue.GPU_POWER_LIMIT, device.power_limit_w
     yield catalogue.GPU_ENERGY, device.energy_j
 
 
@@ -215,29 +199,24 @@ class Collector:
             self._turn.release()
 
     def _collect(self, now_unix_s: float) -> list[Sample]:
-        began = time.perf_counter()
         node = self._look()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         samples = [*self._host.samples(), *device_samples(node), *queue_samples(node)]
         for run in self._active.now(now_unix_s):
             with contextlib.suppress(Exception):  # a damaged run must not hide the others
                 samples += list(self._of_run(run, node.hostname, now_unix_s))
-        del samples[MOST_SERIES:]
-        took_s = time.perf_counter() - began
-        samples.append(Sample(catalogue.EXPORTER_TIME, (node.hostname,), took_s))
-        samples.append(Sample(catalogue.EXPORTER_SERIES, (node.hostname,), float(len(samples))))
-        return samples
+        return samples[:MOST_SERIES]
 
-    def _of_run(self, run: FollowedRun, hostname: str, now_unix_s: float) -> Iterator[Sample]:
-        labels = (run.job, run.folder.id)
-        if _speaks_for(hostname, run.folder):
-            yield from run.metrics.samples(now_unix_s)
-            yield from rank_number(node_records.read_node_ranks(run.folder, now_unix_s), labels)
+    def _of_run(self, run: RunMetrics, hostname: str, now_unix_s: float) -> Iterator[Sample]:
+        if _exports_run(hostname, run.folder):
+            yield from run.samples(now_unix_s)
+            nodes = node_records.read_node_ranks(run.folder, now_unix_s)
+            yield from rank_number(nodes, run.labels)
         nodes = node_records.read_node_ranks(run.folder, now_unix_s, of_host=hostname)
-        yield from rank_samples(nodes, labels)
+        yield from rank_samples(nodes, run.labels)
 
 
-def _speaks_for(machine: str, run: RunFolder) -> bool:
+def _exports_run(machine: str, run: RunFolder) -> bool:
     """Return whether this host exports the run-level metrics: it runs rank 0, or launched the run.
 
     Two hosts may do so: if one is down, the other still exports how the run ends.

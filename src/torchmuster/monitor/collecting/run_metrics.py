@@ -1,34 +1,24 @@
 """Metrics from a run folder: phase, steps, evaluations, checkpoints."""
 
-import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from torchmuster.checkpoints.store import MARKER, step_of
 from torchmuster.launch.history import run_state
-from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint, checkpoint_from
 from torchmuster.launch.job import is_ours
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.monitor.metric import Metric, Sample
-from torchmuster.monitor.sinks import read_all_progress
 from torchmuster.runfolder import RunFolder
 
-# Until a run has shown how often it saves.
-_USUAL_INTERVAL_S = 3600.0
-_ENOUGH_INTERVALS = 2
 # Metrics that are a field of the newest step line.
 _OF_THE_LAST_LINE = {
     "epoch": catalogue.EPOCH,
     "learning_rate": catalogue.LEARNING_RATE,
     "gradient_norm": catalogue.GRADIENT_NORM,
-    "loss_scale": catalogue.LOSS_SCALE,
     "samples_per_s": catalogue.SAMPLES_RATE,
     "tokens_per_s": catalogue.TOKENS_RATE,
     "step_s": catalogue.STEP_TIME,
-    "flop_s": catalogue.FLOP_RATE,
     "mfu": catalogue.MFU,
     "memory_peak_bytes": catalogue.MEMORY_PEAK,
 }
@@ -43,8 +33,7 @@ _MOST_EVALUATED = 16
 class CheckpointMetrics:
     """Follows the saves of one run.
 
-    The training records its saves wherever they go, including to object storage. Checkpoints in the run
-    folder are read as well: they may come from a run that did not record them.
+    The training records its saves wherever they go, including to object storage.
     """
 
     def __init__(self, run: RunFolder, labels: tuple[str, ...]) -> None:
@@ -52,9 +41,7 @@ class CheckpointMetrics:
         self._labels = labels
         self._saves = GrowingFile(run.metrics / "saves.jsonl")
         self._committed: tuple[float, int] | None = None  # time and step
-        self._times: dict[int, float] = {}  # of the last save of each step
         self._last: dict[str, Any] | None = None
-        self.of_script: ScriptCheckpoint | None = None  # the newest one
 
     def samples(
         self, until_unix_s: float, started_unix_s: float, *, trains: bool = False
@@ -66,13 +53,11 @@ class CheckpointMetrics:
         _, lines = self._saves.new_lines()
         for line in lines:
             self._add(line)
-        newest = max(filter(None, [self._committed, self._in_folder()]), default=None)
+        newest = self._committed
         # A training of torchmuster that saves has the file from its first step on; a script has it from its first save on.
         if newest is not None or self._saves.changed_unix_s is not None or trains:
             since = started_unix_s if newest is None else newest[0]
             yield Sample(catalogue.CHECKPOINT_AGE, self._labels, max(0.0, until_unix_s - since))
-            usual_s = self._interval_s(started_unix_s)
-            yield Sample(catalogue.CHECKPOINT_INTERVAL, self._labels, usual_s)
         if newest is not None:
             yield Sample(catalogue.CHECKPOINT_STEP, self._labels, float(newest[1]))
         if self._last is not None:
@@ -87,26 +72,6 @@ class CheckpointMetrics:
             self._last = line
         if not line.get("problem"):
             self._committed = (float(at), step)
-            self._times[step] = float(at)
-            self.of_script = checkpoint_from(line) or self.of_script
-
-    def _interval_s(self, started_unix_s: float) -> float:
-        """Return the longest time between checkpoints since the launch.
-
-        One save may write several files, so those of the same step are one checkpoint.
-        """
-        times = sorted(at for at in self._times.values() if at >= started_unix_s)
-        intervals = [later - at for at, later in itertools.pairwise(times)]
-        return max(intervals) if len(intervals) >= _ENOUGH_INTERVALS else _USUAL_INTERVAL_S
-
-    def _in_folder(self) -> tuple[float, int] | None:
-        newest: tuple[float, int] | None = None
-        for marker in self._run.checkpoints.glob(f"step-*/{MARKER}"):
-            step = step_of(marker.parent.name)
-            with contextlib.suppress(OSError):  # may be deleted concurrently
-                if step is not None:
-                    newest = max(newest or (0.0, 0), (marker.stat().st_mtime, step))
-        return newest
 
 
 class RunCourse:
@@ -162,13 +127,13 @@ class RunMetrics:
     def __init__(
         self, run: RunFolder, job: str, *, on_steps: StepLines = lambda anew, lines: None
     ) -> None:
-        self._run = run
-        self._labels = (job, run.id)
+        self.folder = run
+        self.labels = (job, run.id)
         self._on_steps = on_steps
         self._steps = GrowingFile(run.metrics / "steps.jsonl")
         self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
         self._course = RunCourse(run)
-        self._checkpoints = CheckpointMetrics(run, self._labels)
+        self._checkpoints = CheckpointMetrics(run, self.labels)
         self._job: run_state.RunJob | None = None
         self._forget_steps()
         self._last_evaluation: dict[str, Any] = {}
@@ -178,11 +143,6 @@ class RunMetrics:
         """Whether the last poll left step lines unread."""
         return self._steps.is_behind
 
-    @property
-    def script_checkpoint(self) -> ScriptCheckpoint | None:
-        """The newest checkpoint of the user's own script, as recorded."""
-        return self._checkpoints.of_script
-
     def _forget_steps(self) -> None:
         self._last: dict[str, Any] = {}
         self._skipped = 0
@@ -191,7 +151,7 @@ class RunMetrics:
     def samples(self, now_unix_s: float) -> Iterator[Sample]:
         """Yield the current samples of the run; values it does not have yet are left out."""
         self.catch_up()
-        state = run_state.read_state(self._run)
+        state = run_state.read_state(self.folder)
         if state is None:
             return
         yield self._sample(catalogue.RUN_PHASE, 1.0, state.phase)
@@ -207,13 +167,11 @@ class RunMetrics:
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
             if _is_number(value):
                 yield self._sample(catalogue.EVALUATION, value, name)
-        for name, progress in read_all_progress(self._run).items():
-            yield self._sample(catalogue.SINK_FAILING, progress.failing_s(until), name)
 
     def _is_script(self) -> bool:
         """Return whether the run is of the user's own script; its job does not change."""
         if self._job is None:
-            self._job = run_state.read_job(self._run)
+            self._job = run_state.read_job(self.folder)
         return self._job is not None and not is_ours(self._job.command)
 
     def catch_up(self) -> None:
@@ -234,13 +192,17 @@ class RunMetrics:
         step, step_s = line.get("step"), line.get("step_s")
         if not isinstance(step, int) or not _is_number(step_s):
             return
-        skipped = int(line.get("skipped_steps") or 0)
+        skipped = line.get("skipped_steps")
+        if not isinstance(skipped, int):
+            skipped = 0
         self._skipped += skipped
         steps = max(0, step - int(self._last.get("step", 0)) - skipped)
-        aside = sum(
-            float(line.get(f"{part}_share") or 0.0) for part in ("checkpoint", "evaluation")
-        )
-        self._useful_s += steps * float(step_s) * max(0.0, 1.0 - aside)
+        useful = 1.0
+        for part in ("checkpoint", "evaluation"):
+            share = line.get(f"{part}_share")
+            if _is_number(share):
+                useful -= share
+        self._useful_s += steps * float(step_s) * max(0.0, useful)
         logged = {name: self._last[name] for name in _LOGGED if name in self._last}
         self._last = logged | line
 
@@ -263,7 +225,7 @@ class RunMetrics:
             yield self._sample(catalogue.GOODPUT, min(1.0, self._useful_s / lasts_s))
 
     def _sample(self, metric: Metric, value: float, *labels: str) -> Sample:
-        return Sample(metric, (*self._labels, *labels), float(value))
+        return Sample(metric, (*self.labels, *labels), float(value))
 
 
 def loss_of_line(line: Mapping[str, Any]) -> float | None:

@@ -1,14 +1,12 @@
 """The HTML parts of the report. All texts are escaped."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from torchmuster.checkpoints.foreign import Condition
 from torchmuster.finding import Finding, Status
 from torchmuster.launch.heartbeat import Heartbeat
-from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
@@ -16,7 +14,7 @@ from torchmuster.pages import charts
 from torchmuster.pages.charts import Axis, Curve
 from torchmuster.pages.frame import html_article, html_table
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes, format_seconds
+from torchmuster.units import format_seconds
 
 STYLE = charts.RULES + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _MOST_ALERTS = 50
@@ -60,24 +58,6 @@ def tiles_part(picture: RunPicture) -> str:
         for title, text in figures.items()
     ]
     return f'<div class="tiles">{"".join(cells)}</div>'
-
-
-def checkpoint_table(
-    checkpoints: Iterable[tuple[ScriptCheckpoint, Condition | None]], now_unix_s: float
-) -> str:
-    """Return checkpoints of a script with their conditions."""
-    rows = [
-        (
-            f"{checkpoint.step:,}",
-            harmless(checkpoint.path),
-            harmless(checkpoint.library),
-            "" if checkpoint.size_bytes is None else format_bytes(checkpoint.size_bytes),
-            f"{format_seconds(max(0.0, now_unix_s - checkpoint.at_unix_s))} ago",
-            harmless(str(condition or "")),
-        )
-        for checkpoint, condition in checkpoints
-    ]
-    return html_table(("step", "checkpoint", "library", "size", "saved", "condition"), rows)
 
 
 def curves_part(picture: RunPicture) -> str:

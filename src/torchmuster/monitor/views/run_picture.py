@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
-from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews, AlertWatch
 from torchmuster.monitor.alerts import RUN_FINISHED
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
@@ -80,8 +78,6 @@ class RunPicture:
     events: Sequence[run_state.RunEvent]  # the last of them
     alerts: Sequence[AlertNews]
     news: Sequence[AlertNews]  # since the last look
-    checkpoint: ScriptCheckpoint | None = None  # the newest one of the user's own script
-    condition: Condition | None = None  # of that checkpoint
 
     @property
     def is_over(self) -> bool:
@@ -100,7 +96,6 @@ class RunWatch:
         self._events_file = GrowingFile(run.events)
         self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
         self._watching = AlertWatch()
-        self._complete: ScriptCheckpoint | None = None
 
     def _forget(self) -> None:
         self._curves = {name: LongCurve() for name in CURVES}
@@ -132,7 +127,6 @@ class RunWatch:
         samples += _room(self._run)
         news = self._watching.look(samples, now_unix_s)
         until = now_unix_s if state is None or state.active else state.since_unix_s
-        checkpoint = self._metrics.script_checkpoint
         headline = state.headline if state else ""
         if state is not None and headline == state.phase:  # it says nothing more
             headline = ""
@@ -162,18 +156,7 @@ class RunWatch:
             # That a run has finished is news for a chat, and no alert where its phase is shown.
             alerts=[news for news in self._watching.raised if news.alert.name != RUN_FINISHED],
             news=news,
-            checkpoint=checkpoint,
-            condition=self._condition_of(checkpoint) if checkpoint is not None else None,
         )
-
-    def _condition_of(self, checkpoint: ScriptCheckpoint) -> Condition:
-        """Look at a checkpoint's files, until they are complete: other ranks may still be writing."""
-        if checkpoint != self._complete:
-            found = checkpoint.condition
-            if found.state is not Completeness.COMPLETE:
-                return found
-            self._complete = checkpoint
-        return Condition(state=Completeness.COMPLETE)
 
     def _take_in(self, anew: bool, lines: Sequence[dict[str, Any]]) -> None:
         if anew:

@@ -3,18 +3,15 @@
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from torchmuster import untrusted
-from torchmuster.checkpoints.foreign import Completeness, Condition
 from torchmuster.checkpoints.manifest import Manifest, committed_manifests
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.finding import Status
 from torchmuster.launch.history.failure_report import FailureReport, failure_report_of
-from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.launch.job import as_people_know_it
 from torchmuster.monitor import catalogue
 from torchmuster.monitor.views import page_parts
@@ -30,7 +27,6 @@ from torchmuster.units import format_bytes, format_seconds
 # note.
 _READ_WITHIN_S = 8.0
 _MOST_SETTINGS = 64 * 1024
-_MOST_SAMPLE = 1024 * 1024
 _MOST_CHECKPOINTS = 20
 _REST = "other"  # starting, repeated steps, waiting, shutdown
 
@@ -42,11 +38,7 @@ class _Content:
     picture: RunPicture
     account: FailureReport
     saved: Sequence[Manifest]
-    of_script: Sequence[
-        tuple[ScriptCheckpoint, Condition]
-    ]  # newest first; those it deleted left out
     settings: str
-    data: str  # markup
     is_whole: bool  # whether all step lines were read
 
 
@@ -76,11 +68,9 @@ def _read(run: RunFolder) -> _Content:
     ):
         settings = file.read(_MOST_SETTINGS).decode("utf-8", errors="replace")
     return _Content(
-        data=_data(run),
         picture=picture,
         account=account,
         saved=saved,
-        of_script=_conditions(account.record.checkpoints),
         settings=settings,
         is_whole=not watch.is_behind,
     )
@@ -105,36 +95,12 @@ def _page(content: _Content) -> Iterator[str]:
     yield _section("time breakdown, whole run", _times(picture))
     yield _section("alerts", page_parts.alerts_part(picture.alerts))
     yield _section("events", page_parts.events_part(picture))
-    yield _section("checkpoints", _checkpoints(content.saved) + _script_checkpoints(content))
+    yield _section("checkpoints", _checkpoints(content.saved))
     ranks = page_parts.ranks_part(picture.ranks) if picture.ranks else ""
     yield _section("ranks at their last heartbeat", ranks)
-    yield _section("hosts and devices", _devices(picture))
-    yield _section("data", content.data)
     if content.settings:
         body = f"<pre>{escape(harmless(redact_text(content.settings)))}</pre>"
         yield html_details("settings", body)
-    if content.account.files:
-        names = "".join(f"<li>{escaped_text(name)}</li>" for name in content.account.files)
-        yield html_details("files in the run folder", f"<ul>{names}</ul>")
-
-
-def _data(run: RunFolder) -> str:
-    """Return what the data was, and a sample in which the text that counts in the loss is marked."""
-    try:
-        content = untrusted.read_json(run.data, _MOST_SAMPLE)
-        lines = [str(item) for item in content["lines"]]
-        sample = [(str(text), bool(counted)) for text, counted in content["sample"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    body = "".join(f"<p>{escaped_text(line)}</p>" for line in lines)
-    if not sample:
-        return body
-    marked = "".join(
-        f"<mark>{escaped_text(text)}</mark>" if counted else escaped_text(text)
-        for text, counted in sample
-    )
-    title = "the first sample; the marked text counts in the loss"
-    return body + html_details(title, f"<pre>{marked}</pre>", opened=True)
 
 
 def _section(title: str, body: str) -> str:
@@ -173,8 +139,8 @@ def _result(content: _Content) -> str:
     else:
         parts.append("no step lines")
     parts.append(_counted(int(values.get(catalogue.RUN_RESTARTS, 0)), "restart"))
-    checkpoints = len(content.saved) + len(content.of_script)
-    parts.append(f"{_counted(checkpoints, 'checkpoint')} kept")
+    if content.saved:
+        parts.append(f"{_counted(len(content.saved), 'checkpoint')} kept")
     return "\n".join([*first, ", ".join(parts)])
 
 
@@ -198,40 +164,6 @@ def _checkpoints(saved: Sequence[Manifest]) -> str:
     more = len(saved) - _MOST_CHECKPOINTS
     note = f'<p class="quiet">and {more} older</p>' if more > 0 else ""
     return html_table(("step", "name", "size", "made"), rows) + note
-
-
-def _conditions(
-    checkpoints: Sequence[ScriptCheckpoint],
-) -> list[tuple[ScriptCheckpoint, Condition]]:
-    """Look at the files of the newest checkpoints; scripts delete old ones, except on hosts not seen from here."""
-    found = [(checkpoint, checkpoint.condition) for checkpoint in checkpoints[:_MOST_CHECKPOINTS]]
-    here = [entry for entry in found if entry[1].state is not Completeness.MISSING]
-    return here or found
-
-
-def _script_checkpoints(content: _Content) -> str:
-    if not content.of_script:
-        return ""
-    return page_parts.checkpoint_table(content.of_script, content.picture.until_unix_s)
-
-
-def _devices(picture: RunPicture) -> str:
-    """Return the hosts and devices of the last start, as recorded by the launcher."""
-    started = [event for event in picture.events if event.name == "started"]
-    devices = started[-1].facts.get("devices") if started else None
-    if not isinstance(devices, dict):
-        return ""
-    rows = [
-        (harmless(str(host)), harmless(_together(names if isinstance(names, list) else [])))
-        for host, names in devices.items()
-    ]
-    return html_table(("machine", "devices"), rows)
-
-
-def _together(names: Sequence[object]) -> str:
-    """Return devices by model, such as 8 x NVIDIA H100, without the prefix ``cuda:0``."""
-    counted = Counter(str(name).partition(" ")[2] or str(name) for name in names)
-    return ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in counted.items())
 
 
 def _steps(picture: RunPicture) -> str:

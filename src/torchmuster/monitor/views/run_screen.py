@@ -5,13 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from torchmuster.checkpoints.foreign import Completeness, Condition
-from torchmuster.launch.history.script_checkpoints import ScriptCheckpoint
 from torchmuster.monitor.alert_watch import AlertNews
 from torchmuster.monitor.views.key_figures import key_figures, odd_ranks
 from torchmuster.monitor.views.run_picture import RunPicture
 from torchmuster.redaction import harmless
-from torchmuster.units import format_bytes, format_seconds
+from torchmuster.units import format_seconds
 
 _LABEL = 12
 # Each rank is a shade, so that the map is readable without colours.
@@ -58,16 +56,6 @@ def _head(picture: RunPicture, width: int) -> Iterator[Text]:
         yield Text(line)
     if not figures and not picture.is_over:
         yield Text("no step yet", style="dim")
-    if picture.checkpoint is not None:
-        yield _checkpoint_line(picture.checkpoint, picture.condition)
-
-
-def _checkpoint_line(checkpoint: ScriptCheckpoint, condition: Condition | None) -> Text:
-    """Return size, condition and path of the newest checkpoint."""
-    size = "" if checkpoint.size_bytes is None else f"{format_bytes(checkpoint.size_bytes)}, "
-    is_torn = condition is not None and condition.state is Completeness.TORN
-    line = f"checkpoint {size}{harmless(str(condition))}: {harmless(checkpoint.path)}"
-    return Text(line, style="yellow" if is_torn else "")
 
 
 def _times(picture: RunPicture, width: int) -> Iterator[Text]:
