@@ -25,6 +25,7 @@ class Work:
     sequence_length: int | None = None  # of rows of text, if there is no dataset
     packed: bool = False  # a row holds several documents, which do not attend to each other
     optimizer: str = "adamw"  # a name, or module:function
+    optimizer_options: dict[str, Any] | None = field(default=None, hash=False)
     clip_norm: float | None = None
     folder: str = "."  # modules are imported from here; relative paths start here
 

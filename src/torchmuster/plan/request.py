@@ -106,6 +106,7 @@ def work_from_settings(resolved: Resolved, *, folder: str) -> Work:
         sequence_length=None if data.dataset or data.images else data.sequence_length,
         packed=data.pack is not False and bool(data.files or data.hugging_face),
         optimizer=train.optimizer,
+        optimizer_options=train.optimizer_options,
         clip_norm=train.clip_norm,
         folder=folder,
     )

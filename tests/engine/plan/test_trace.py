@@ -465,15 +465,18 @@ def test_what_is_offloaded_is_the_hosts(llama: Work) -> None:
     assert kept.peak_bytes - offloaded.peak_bytes >= states - 4096
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("optimizer", "least", "most"),
-    [("adamw", 2, 2.1), ("torch.optim:Adafactor", 0, 0.2)],
+    ("optimizer", "options", "least", "most"),
+    [
+        pytest.param("adamw", None, 2, 2.1, marks=pytest.mark.nightly),
+        pytest.param("torch.optim:Adafactor", None, 0, 0.2, marks=pytest.mark.nightly),
+        ("torch.optim:SGD", {"momentum": 0.9}, 1, 1.1),
+    ],
 )
 def test_the_states_of_every_optimizer_are_traced(
-    llama: Work, optimizer: str, least: float, most: float
+    llama: Work, optimizer: str, options: dict[str, Any] | None, least: float, most: float
 ) -> None:
-    work = replace(llama, optimizer=optimizer)
+    work = replace(llama, optimizer=optimizer, optimizer_options=options)
     begin = trace(TraceRequest(work=work, candidate=single(), kernels="cuda")).peaks[0].by_category
     assert least <= begin.get("optimizer", 0) / begin["parameters"] <= most
 

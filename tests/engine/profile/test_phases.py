@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchmuster.profile.probes.phases import Phases, first_tensor
+from torchmuster.profile.probes.phases import ForwardPhases, Phases, first_tensor
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
@@ -107,3 +107,15 @@ def test_what_was_waited_before_the_step_is_not_the_steps() -> None:
     phases.end_wait()
     step = phases.end(1, profiled=False)
     assert (step.own_s("data"), step.own_s("other")) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("case", ["autocast", "16-bit inputs", "neither"])
+def test_the_dtype_of_computation_is_that_of_autocast_or_of_the_inputs(case: str) -> None:
+    forward = ForwardPhases(Phases(Clock()))
+    forward.find()
+    dtype = torch.bfloat16 if case == "16-bit inputs" else torch.float32
+    model = torch.nn.Linear(2, 2, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        model(torch.ones(1, 2, dtype=dtype))
+    forward.settle()
+    assert forward.lower_dtype == (None if case == "neither" else torch.bfloat16)

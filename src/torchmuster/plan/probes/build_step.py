@@ -181,13 +181,15 @@ def _optimizer(work: Work, model: nn.Module) -> torch.optim.Optimizer:
         learning_rate=_LEARNING_RATE,
         weight_decay=_WEIGHT_DECAY,
     )
+    options = work.optimizer_options or {}
     if ":" in work.optimizer:
-        make: optimizers.MakeOptimizer = factory.find_import(work.optimizer, "train.optimizer")
-        return make(groups)
+        make = factory.find_import(work.optimizer, "train.optimizer")
+        return cast(torch.optim.Optimizer, make(groups, **options))
     named = optimizers.optimizer_named(
         cast(optimizers.Name, work.optimizer),
         learning_rate=_LEARNING_RATE,
         weight_decay=_WEIGHT_DECAY,
+        **options,
     )
     return named(groups)
 
