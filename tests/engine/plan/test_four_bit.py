@@ -94,17 +94,6 @@ def test_a_product_in_single_operations_is_that_of_bitsandbytes(rows: int) -> No
     assert max(peak.peak_bytes for peak in seen.peaks.values()) > whole
 
 
-@pytest.mark.nightly
-def test_only_named_layers_and_the_output_stay_whole(work: Work) -> None:
-    quantized = trace(TraceRequest(work=replace(work, load_in_4bit=True), candidate=ALONE))
-    dtypes = [shape.dtype for shape in quantized.parameters]
-    layers_of_blocks = 7 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
-    assert dtypes.count("nf4") == layers_of_blocks
-    saved = replace(work, load_in_4bit=True, lora={"r": 4, "modules_to_save": ["down_proj"]})
-    whole = trace(TraceRequest(work=saved, candidate=ALONE))
-    assert sum(one.dtype == "nf4" for one in whole.parameters) == 6 * LLAMA["num_hidden_layers"]  # type: ignore[operator]
-
-
 def test_4_bits_take_less_and_are_counted_as_the_same_parameters(work: Work) -> None:
     plain = trace(TraceRequest(work=work, candidate=ALONE, kernels="cuda"))
     quantized = trace(
@@ -130,20 +119,3 @@ def test_a_few_layers_tell_the_memory_of_all(work: Work) -> None:
     added = [one.peaks[0].by_category["parameters"] for one in (few, more, most)]
     assert added[2] - added[1] == added[1] - added[0]
     assert few.parameter_count == most.parameter_count
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"lora_dropout": 0.1},
-        {"modules_to_save": ["lm_head"]},
-    ],
-)
-def test_options_of_lora_are_traced(work: Work, changes: dict[str, object]) -> None:
-    plain = trace(TraceRequest(work=work, candidate=ALONE, kernels="cuda"))
-    other = trace(
-        TraceRequest(work=replace(work, lora={"r": 4, **changes}), candidate=ALONE, kernels="cuda")
-    )
-    trains_more = "modules_to_save" in changes
-    assert (other.trained_count > plain.trained_count) == trains_more
