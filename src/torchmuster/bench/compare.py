@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchmuster.bench.result import Record, quartiles
+from torchmuster.bench.result import Record, Row, quartiles
 from torchmuster.bench.show import case_text
 from torchmuster.errors import Impossible
 from torchmuster.pages.charts import amount_text
@@ -14,25 +14,22 @@ SAME = 0.02  # two processes of one program differ by up to this, even if the qu
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A case in both records: quartiles in seconds, and after / before of the medians."""
+    """A case in both records: medians and interquartile ranges, after / before, and the verdict."""
 
     case: str
-    before: tuple[float, float, float]
-    after: tuple[float, float, float]
+    before_s: float
+    before_iqr_s: float
+    after_s: float
+    after_iqr_s: float
+    ratio: float  # of the medians: more than 1 is slower
+    verdict: str
 
     @property
-    def ratio(self) -> float:
-        """The median after / the median before; more than 1 is slower."""
-        return self.after[1] / self.before[1]
-
-    @property
-    def verdict(self) -> str:
-        """``slower`` or ``faster`` if the quartile ranges do not overlap; else ``within noise``."""
-        if self.ratio > 1 + SAME and self.after[0] > self.before[2]:
-            return "slower"
-        if self.ratio < 1 - SAME and self.after[2] < self.before[0]:
-            return "faster"
-        return "within noise"
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        times = (self.before_s, self.before_iqr_s, self.after_s, self.after_iqr_s)
+        texts = [amount_text(seconds, "s") for seconds in times]
+        return self.case, *texts, f"{self.ratio:.3f}", self.verdict
 
 
 def compare_records(before: Record, after: Record) -> list[Change]:
@@ -40,28 +37,38 @@ def compare_records(before: Record, after: Record) -> list[Change]:
 
     Raises Impossible for records of different benches, or without a case in common.
     """
-    if before.bench != after.bench:
-        raise Impossible(
-            f"cannot compare a record of {before.bench} with one of {after.bench}",
-            why="the two benches measure different things",
-            fix="give two records of the same bench",
-        )
     rows_after = {case_text(row): row for row in after.rows if row.seconds}
     changes = []
     for row in before.rows:
         if row.seconds and case_text(row) in rows_after:
-            case = case_text(row)
-            after_s = rows_after[case].seconds
-            changes.append(
-                Change(case=case, before=quartiles(row.seconds), after=quartiles(after_s))
-            )
-    if not changes:
+            changes.append(compare_rows(row, rows_after[case_text(row)]))
+    if before.bench != after.bench or not changes:
         raise Impossible(
-            f"the two records of {before.bench} have no case in common",
-            why="they were measured with different settings",
-            fix="measure both with the same flags",
+            f"cannot compare this record of {before.bench} with this one of {after.bench}",
+            why="they have no case in common",
+            fix="give two records of the same bench, measured with the same flags",
         )
     return changes
+
+
+def compare_rows(before: Row, after: Row) -> Change:
+    """Compare two rows: ``slower`` or ``faster`` if the quartile ranges do not overlap."""
+    before_low_s, before_s, before_high_s = quartiles(before.seconds)
+    after_low_s, after_s, after_high_s = quartiles(after.seconds)
+    verdict = "within noise"
+    if after_s > before_s * (1 + SAME) and after_low_s > before_high_s:
+        verdict = "slower"
+    if after_s < before_s * (1 - SAME) and after_high_s < before_low_s:
+        verdict = "faster"
+    return Change(
+        case=case_text(before),
+        before_s=before_s,
+        before_iqr_s=before_high_s - before_low_s,
+        after_s=after_s,
+        after_iqr_s=after_high_s - after_low_s,
+        ratio=after_s / before_s,
+        verdict=verdict,
+    )
 
 
 def host_differences(before: Record, after: Record) -> list[str]:
@@ -82,17 +89,4 @@ def conclusion(changes: Sequence[Change]) -> str:
     return (
         f"{numbers} of {len(changes)} cases; the largest change is {largest.ratio - 1:+.1%} "
         f"({largest.case}, {largest.verdict})."
-    )
-
-
-def cells(change: Change) -> tuple[str, ...]:
-    """Return a row of the table."""
-    return (
-        change.case,
-        amount_text(change.before[1], "s"),
-        amount_text(change.before[2] - change.before[0], "s"),
-        amount_text(change.after[1], "s"),
-        amount_text(change.after[2] - change.after[0], "s"),
-        f"{change.ratio:.3f}",
-        change.verdict,
     )

@@ -176,19 +176,15 @@ def compare(options: CompareOptions) -> int:
     conclusion = comparison.conclusion(changes)
     differences = comparison.host_differences(before, after)
     if options.json:
-        cases = []
-        for change in changes:
-            described = dataclasses.asdict(change)
-            cases.append({**described, "ratio": change.ratio, "verdict": change.verdict})
-        document = {"conclusion": conclusion, "differences": differences, "cases": cases}
-        output.print_json(document)
+        cases = [dataclasses.asdict(change) for change in changes]
+        output.print_json({"conclusion": conclusion, "differences": differences, "cases": cases})
     else:
         output.print_text(conclusion)
         for line in differences:
             output.print_text(f"  {line}")
         output.print_text()
         head = ("case", "before", "IQR", "after", "IQR", "ratio", "")
-        output.print_table([head, *map(comparison.cells, changes)], right=True)
+        output.print_table([head, *(change.cells for change in changes)], right=True)
     is_slower = any(change.verdict == "slower" for change in changes)
     return ExitCode.FAILED if is_slower else ExitCode.GOOD
 
