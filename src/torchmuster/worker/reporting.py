@@ -16,7 +16,7 @@ from torchmuster.model_flops import TransformerSize
 from torchmuster.monitor.sinks import send_in_background
 from torchmuster.plan.hardware import catalogue
 from torchmuster.runfolder import RunFolder
-from torchmuster.train.models.parameters import packed_sizes
+from torchmuster.train.models.parameters import parameter_counts
 from torchmuster.train.reports import print_line
 from torchmuster.train.world import World, all_gather_object
 
@@ -25,14 +25,15 @@ def peak_flops(device: torch.device, model: nn.Module, compute: torch.dtype) -> 
     """Return the device's peak rate in the dtype of computation; None if unknown."""
     if device.type != "cuda":
         return None
-    weights = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
-    if compute is torch.float32 and weights:
-        return None  # the weights decide, and may have several dtypes
     known = catalogue.find_gpu(torch.cuda.get_device_name(device))
     if known is None:
         return None
-    if compute is torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return None  # TF32 has another rate, which the catalogue does not have
+    if compute is torch.float32:
+        weights = {parameter.dtype for parameter in model.parameters()}
+        if weights != {torch.float32} or torch.get_float32_matmul_precision() != "highest":
+            return (
+                None  # weights in 16 bits decide; TF32 has a rate that the catalogue does not have
+            )
     return known.flops.get(str(compute).removeprefix("torch."))
 
 
@@ -42,19 +43,6 @@ def flops_of_batch(model: nn.Module) -> Callable[[Any], float] | None:
     The formula of :mod:`torchmuster.model_flops` needs a transformers model of text whose tokens all
     pass through all parameters, so a mixture of experts has none.
     """
-    size = transformer_size(model)
-    if size is None:
-        return None
-
-    def flops(batch: Any) -> float:
-        rows, sequence_length = batch["input_ids"].shape
-        return size.training_flops(rows=rows, sequence_length=sequence_length)
-
-    return flops
-
-
-def transformer_size(model: nn.Module) -> TransformerSize | None:
-    """Return the size of a transformers language model; None if the formula does not fit it."""
     config: Any = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
@@ -62,21 +50,23 @@ def transformer_size(model: nn.Module) -> TransformerSize | None:
         return None
     if any("expert" in name for name, _ in model.named_parameters()):
         return None
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    total, trained = parameter_counts(model)
     transformer: Any = model
-    embedding = transformer.get_input_embeddings()
+    embedding = transformer.get_input_embeddings().weight
     output = transformer.get_output_embeddings()
-    only_looked_up = None  # the input embedding, unless it is the output layer too
-    if output is None or output.weight is not embedding.weight:
-        only_looked_up = embedding.weight
-    sizes = {True: 0, False: 0}
-    packed = packed_sizes(model)
-    for parameter in model.parameters():
-        if parameter is not only_looked_up:
-            sizes[parameter.requires_grad] += packed.get(id(parameter), parameter.numel())
-    return TransformerSize(
-        trained=sizes[True], frozen=sizes[False], layers=layers, hidden=heads * head_size
+    if output is None or output.weight is not embedding:  # it is only looked up
+        total -= embedding.numel()
+        trained -= embedding.numel() if embedding.requires_grad else 0
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = TransformerSize(
+        trained=trained, frozen=total - trained, layers=layers, hidden=heads * head_size
     )
+
+    def flops(batch: Any) -> float:
+        rows, sequence_length = batch["input_ids"].shape
+        return size.training_flops(rows=rows, sequence_length=sequence_length)
+
+    return flops
 
 
 def rank_zero_log(world: World, text: str) -> None:

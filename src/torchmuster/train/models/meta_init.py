@@ -72,24 +72,19 @@ def is_on_meta(model: nn.Module) -> bool:
 
 def move_to_meta(model: nn.Module) -> None:
     """Release the memory of all parameters, in place; tied ones stay tied."""
-    replace_parameters(model, lambda parameter: parameter.to(_META))
+    for module in model.modules():
+        own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, parameter in own:
+            setattr(module, name, _on_meta(parameter))
 
 
-def replace_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Replace every parameter by the result of ``change``; tied ones stay tied."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    with torch.no_grad():
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if id(parameter) not in made:
-                    made[id(parameter)] = parameter, _like(parameter, change(parameter))
-                setattr(module, name, made[id(parameter)][1])
-
-
-def _like(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))  # attributes that libraries set on it
-    return made
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter without memory in place of another; for a tied one always the same."""
+    if _MADE not in vars(parameter):
+        made = nn.Parameter(parameter.detach().to(_META), requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))  # attributes that libraries set on it
+        setattr(parameter, _MADE, made)
+    return getattr(parameter, _MADE)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -99,10 +94,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
         if type(parameter) is not nn.Parameter or parameter.is_meta:
             return None  # keep it
-        if _MADE not in vars(parameter):  # another module may register the same one
-            with torch.no_grad():
-                setattr(parameter, _MADE, _like(parameter, parameter.to(_META)))
-        return getattr(parameter, _MADE)
+        return _on_meta(parameter)
 
     hook = register_module_parameter_registration_hook(to_meta)
     try:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmuster.errors import first_line
+
 FIRST, SECOND = 24, 8  # tokens of the two documents
 TOLERANCE = 1e-4  # of the largest logit, in float32
 
@@ -33,7 +35,7 @@ def mixed_documents(model: nn.Module, vocabulary: int) -> str | None:
                 if not apart <= TOLERANCE:
                     return f"the logits of a document change by {apart:.1%} after another one"
     except (TypeError, ValueError, RuntimeError) as error:
-        return f"a packed row fails: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return f"a packed row fails: {first_line(error)}"
     finally:
         model.train(was_training)
     return None
