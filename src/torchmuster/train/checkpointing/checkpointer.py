@@ -353,7 +353,7 @@ class Checkpointer:
             files = self._own_files(name)
         except (Exception, CheckpointException) as error:
             problem = cause_of(error, ranks.rank)
-        gathered = ranks.to_first((problem, files, own))
+        gathered = ranks.from_all((problem, files, own))
         size_bytes = 0
         if ranks.is_first:
             problem = next((text for text, _, _ in gathered if text is not None), None)

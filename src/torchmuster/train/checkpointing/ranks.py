@@ -29,12 +29,6 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
-    def to_first(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and an empty list on the others."""
-        values: list[Any] = [None] * self.size if self.is_first else []
-        dist.gather_object(value, values or None, dst=0, group=self.group)
-        return values
-
     def from_all(self, value: Any) -> list[Any]:
         """Return the values of all ranks on all ranks."""
         values: list[Any] = [None] * self.size
@@ -54,12 +48,9 @@ class Ranks:
             own = error
         except (Exception, CheckpointException) as error:
             own = MusterError("cannot read the checkpoints", why=cause_of(error, self.rank))
-        errors = self.from_all(own and (own.what, own.why, own.fix))
-        if own is not None:
-            raise own
-        for error_of_rank in filter(None, errors):
-            what, why, fix = error_of_rank
-            raise MusterError(what, why=why, fix=fix)
+        errors = self.from_all(own)
+        for error_of_rank in filter(None, [own, *errors]):
+            raise error_of_rank
 
 
 def cause_of(error: BaseException, rank: int) -> str:

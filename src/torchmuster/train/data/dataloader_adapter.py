@@ -30,7 +30,6 @@ class Batch(NamedTuple):
     content: Any
     samples: int
     position: Any = None
-    error: str | None = None
 
 
 class Sizes(NamedTuple):
@@ -127,11 +126,8 @@ class DataLoaderAdapter:
         for number in range(begin, self.steps_in_epoch() or 0):
             first = number * self._accumulation
             numbers = range(first, min(first + self._accumulation, self._sizes.batches or 0))
-            samples: int | None = 0
-            for batch in numbers:
-                for sizes in ranks:
-                    size = sizes.size_of(batch)
-                    samples = None if size is None or samples is None else samples + size
+            sizes_of_step = [sizes.size_of(batch) for batch in numbers for sizes in ranks]
+            samples = None if None in sizes_of_step else sum(filter(None, sizes_of_step))
             micro_batches = self._micro_batches(batches, numbers)
             self._position = (epoch, number + 1, None)
             yield Step(
@@ -196,30 +192,26 @@ class DataLoaderAdapter:
     def _block(self, batches: Iterator[Batch]) -> tuple[list[Batch], list[list[int]]]:
         """Read some steps; return them and all ranks' numbers of samples. Raise errors on all ranks."""
         block: list[Batch] = []
-        error = None
+        problem = ""
         try:
-            for batch in islice(batches, BLOCK_STEPS * self._accumulation):
-                error = batch.error
-                block.append(batch)
-        except MusterError as caught:
-            error = str(caught)
-        counts = [batch.samples for batch in block]
-        is_empty = not block and not self._position[1]  # already in the first step
-        reports = all_gather_object([counts, is_empty, error], self._world)
-        for rank, (_, _, problem) in enumerate(reports):
+            block += islice(batches, BLOCK_STEPS * self._accumulation)
+        except MusterError as error:
+            problem = str(error)
+        reports = all_gather_object(([batch.samples for batch in block], problem), self._world)
+        for rank, (_, problem) in enumerate(reports):
             if problem:
                 raise MusterError(
                     f"rank {rank} could not read its data: {problem}",
                     fix="fix or remove the record",
                 )
-        empty = [rank for rank, (_, is_empty, _) in enumerate(reports) if is_empty]
-        if empty and len(empty) < len(reports):
+        counts = [of_rank for of_rank, _ in reports]
+        if not self._position[1] and any(counts) and not all(counts):
             raise Impossible(
-                f"rank {empty[0]} has no sample at all",
+                f"rank {counts.index([])} has no sample at all",
                 why="an idle rank needs a sample to take part in the other ranks' steps",
                 fix="provide at least one sample for each rank: more shards, or fewer ranks",
             )
-        return block, [of_rank for of_rank, _, _ in reports]
+        return block, counts
 
     def _first_batch(self) -> Batch:
         """Return a batch for a rank that is idle from a restored position on."""
