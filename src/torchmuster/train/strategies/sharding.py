@@ -1,10 +1,12 @@
 """FSDP's sharding options: what is sharded, and over which ranks."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchmuster.errors import Impossible
-from torchmuster.train.world import World
+
+if TYPE_CHECKING:  # the command line imports this module, without torch
+    from torchmuster.train.world import World
 
 Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -37,7 +39,7 @@ class ShardLayout:
         return self.copies * self.shards
 
 
-def lay_out(sharding: Sharding, world: World) -> ShardLayout:
+def lay_out(sharding: Sharding, world: "World") -> ShardLayout:
     """Return the layout of shards; refuse hosts with different numbers of ranks for hybrid_shard."""
     ranks = world.world_size
     if sharding.kind != "hybrid_shard":
