@@ -21,6 +21,7 @@ from torchmuster.errors import MachineLost, MusterError
 from torchmuster.finding import Finding, Status, exit_code, from_error
 from torchmuster.launch.history import known_failures
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher.compare_nodes import compare_all_nodes
 from torchmuster.launch.launcher.console import Console
 from torchmuster.launch.launcher.host import ConnectedHost
 from torchmuster.launch.launcher.run import JobOutcome, Result
@@ -192,7 +193,7 @@ class GroupCheck:
     def _compare(self, hosts: Sequence[ConnectedHost]) -> None:
         """Add the differences between hosts, and a note about clocks that differ from the first one."""
         try:
-            self._findings += self._session.differences(hosts)
+            self._findings += compare_all_nodes(hosts, self.spec)
         except MusterError as error:
             self._findings += from_error(error)
         apart = []

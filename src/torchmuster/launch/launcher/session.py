@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torchmuster.errors import Impossible, MusterError
-from torchmuster.finding import Finding, Status
+from torchmuster.finding import Status
 from torchmuster.launch import protocol
 from torchmuster.launch.history.script_metrics import ScriptMetrics
 from torchmuster.launch.job import GRACE_VARIABLE, JobSpec
@@ -159,7 +159,9 @@ class Session:
         if not self.is_many:
             return
         here = [host for host in self.hosts.all if host.is_here and host.prepared is not None]
-        findings = self.differences(here)
+        from torchmuster.launch.launcher import compare_nodes
+
+        findings = compare_nodes.compare_all_nodes(here, self.spec)
         failures = [finding for finding in findings if finding.status is Status.FAILURE]
         show_findings([finding for finding in findings if finding not in failures[:1]])
         if failures:
@@ -196,12 +198,6 @@ class Session:
             typed=spec.typed,
             run=str(self.run_folder.path.resolve()),
         )
-
-    def differences(self, hosts: Sequence[ConnectedHost]) -> list[Finding]:
-        """Return the differences between hosts, and between the code on those that are prepared."""
-        from torchmuster.launch.launcher import compare_nodes
-
-        return compare_nodes.compare_all_nodes(hosts, self.spec)
 
     async def leave(self, exit_code: int, words: str) -> None:
         """Release every host; ``words`` is printed on the terminal of a node agent that joined."""

@@ -123,13 +123,13 @@ def killed_after_request(
     finding = Finding(
         name=run_state.RANKS_KILLED,
         status=Status.WARNING,
-        what=f"killed {grace_s:g} s after SIGTERM: {rank_text(ranks)}",
+        what=f"{rank_text(ranks)} did not exit within {grace_s:g} s after SIGTERM: killed",
         why="unsaved work is lost",
         fix="give them more time: --set launch.grace=2m; under Slurm also --sbatch --signal=B:USR1@300, in a Kubernetes pod "
         "also a longer terminationGracePeriodSeconds",
     )
     if at_once:
-        what = f"killed because of the second stop request: {rank_text(ranks)}"
+        what = f"{rank_text(ranks)} did not exit before the second stop request: killed"
         finding = replace(finding, what=what, fix="")
     return KilledRanks(ranks=tuple(ranks), finding=finding, at_once=at_once)
 

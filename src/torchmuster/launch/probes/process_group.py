@@ -166,7 +166,8 @@ def setup_process_group(
 
 def _make(member: Membership, requested: str, timeout_s: float) -> ProcessGroupInfo:
     own = membership.choose_backend(requested, member, backend_facts())
-    _set_device(own.value)
+    if own.value.index is not None:
+        torch.accelerator.set_device_index(own.value.index)
     timeout = timedelta(seconds=timeout_s)
     interface_set = _stay_on_this_machine(member)
     try:
@@ -181,11 +182,10 @@ def _make(member: Membership, requested: str, timeout_s: float) -> ProcessGroupI
             # With a device NCCL connects at once, so that errors show here.
             device_id=_device_of(choice) if choice.backend in ("nccl", "xccl") else None,
         )
-    except RuntimeError as error:
+    except BaseException as error:
         _leave_interface(interface_set)
-        raise _no_group(member, timeout_s, error) from error
-    except BaseException:
-        _leave_interface(interface_set)
+        if isinstance(error, RuntimeError):
+            raise _no_group(member, timeout_s, error) from error
         raise
     _state.made += 1
     for text in member.reasons:
@@ -321,11 +321,6 @@ def gpu_uuid(index: int) -> str | None:
     from torchmuster.devices.identify import rocm_uuid
 
     return rocm_uuid(uuid)
-
-
-def _set_device(choice: BackendChoice) -> None:
-    if choice.index is not None:
-        torch.accelerator.set_device_index(choice.index)
 
 
 def _device_of(choice: BackendChoice) -> torch.device:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 
 # For all other files that the launcher has open.
@@ -67,19 +66,14 @@ class Transport(Protocol):
 
 
 def allow_open_files(needed: int) -> None:
-    """Raise this process's limit of open files, never lower it, so that ``needed`` more fit."""
+    """Raise this process's limit of open files so that ``needed`` more fit, as far as the system permits."""
     if sys.platform == "win32":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise Impossible(
-            f"{needed} open files are needed for connections, but the limit is {hard}",
-            why=f"each host needs several, and the launcher needs {_OTHER_FILES} more",
-            fix=f"sudo prlimit --pid $$ --nofile={wanted}  # then rerun the command",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
