@@ -12,7 +12,7 @@ from typing import Any
 from torchmuster import __version__
 from torchmuster.cli import output
 from torchmuster.cli.options import Command, add_flags, read_options, split_command_line
-from torchmuster.errors import EXIT_CODE_MEANINGS, ExitCode, MusterError
+from torchmuster.errors import ExitCode, MusterError
 from torchmuster.runfolder import NO_ROOM
 
 # Each has a module of its name, whose `run` has its flags, its help and what it does.
@@ -55,7 +55,10 @@ EXAMPLES = (
     "muster gpus                                   who is using which GPU",
     "muster run --num-gpus 2 train.py --lr 1e-4    a torchrun script on two free GPUs",
     "muster run --hosts a,b:4 train.py             on two hosts, over ssh",
-    "muster config check config.yaml               all mistakes in a settings file, with lines",
+)
+EXIT_CODES = (
+    "Exit codes: 0 good, 1 failed, 2 cannot work here, 3 in use (--wait), 75 saved (rerun to resume), "
+    "130 Ctrl-C, 137 and 143 stopped"
 )
 
 
@@ -74,14 +77,12 @@ class RootParser(argparse.ArgumentParser):
         """Return the help."""
         lines = [
             "usage: muster COMMAND …    (muster COMMAND --help explains a command)",
-            "",
             "Launch, check, plan and watch distributed PyTorch training.",
         ]
         for group, commands in GROUPS.items():
             lines += ["", f"{group}:"]
             lines += [f"  {name:<12}{summary}" for name, summary in commands.items()]
-        lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES), "", "Exit codes:"]
-        lines += [f"  {code.value:<5}{text}" for code, text in EXIT_CODE_MEANINGS.items()]
+        lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES), "", EXIT_CODES]
         return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,7 @@
 """Metrics from a run folder: phase, steps, evaluations, checkpoints."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -26,6 +27,7 @@ _OF_THE_LAST_LINE = {
 _LOGGED = ("loss", "gradient_norm", "epoch")
 PARTS = ("data", "compute", "communication", "checkpoint", "evaluation")
 _NOT_EVALUATED = ("step", "epoch", "at_unix_s")
+_MOST_EVENTS = 200  # kept for views
 # Maximum number of evaluation results exported as series.
 _MOST_EVALUATED = 16
 
@@ -74,18 +76,19 @@ class CheckpointMetrics:
             self._committed = (float(at), step)
 
 
-class RunCourse:
-    """Follows the events of one run.
+class FollowedEvents:
+    """Follows the events of one run, over all its launches.
 
     The state of a resumed run (``--resume``) starts over, but its step count continues. So the run
     time continues too, without the time between the two launches.
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self._events = GrowingFile(run.events)
+        self._file = GrowingFile(run.events)
         self._forget()
 
     def _forget(self) -> None:
+        self.newest: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
         self.restarts = 0
         self.ranks_started = 0  # maximum at one time, since launch
         self._begun: float | None = None
@@ -93,23 +96,25 @@ class RunCourse:
 
     def catch_up(self) -> None:
         """Process the events since the last poll."""
-        anew, events = self._events.new_lines()
+        anew, lines = self._file.new_lines()
         if anew:
             self._forget()
-        for event in events:
-            self.restarts += event.get("event") == run_state.RESTART
-            ranks = event.get("ranks")
-            if event.get("event") == "started" and isinstance(ranks, int):
-                self.ranks_started = max(self.ranks_started, ranks)
-            elif "exit_code" in event:
-                self.ranks_started = 0
-            at_unix_s = event.get("at_unix_s")
-            if not isinstance(at_unix_s, int | float):
-                continue
-            self._begun = at_unix_s if self._begun is None else self._begun
-            if "exit_code" in event:
-                self._ended.append((self._begun, at_unix_s))
-                self._begun = None
+        for line in lines:
+            event = run_state.event_of(line)
+            if event is not None:
+                self._add(event)
+
+    def _add(self, event: run_state.RunEvent) -> None:
+        self.newest.append(event)
+        self.restarts += event.name == run_state.RESTART
+        if event.name == "started":
+            self.ranks_started = max(self.ranks_started, event.fact("ranks", int) or 0)
+        if self._begun is None:
+            self._begun = event.at_unix_s
+        if "exit_code" in event.facts:
+            self.ranks_started = 0
+            self._ended.append((self._begun, event.at_unix_s))
+            self._begun = None
 
     def lasts_s(self, state: run_state.RunState, until_unix_s: float) -> float:
         """Return the total run time until a moment, over all launches."""
@@ -132,7 +137,7 @@ class RunMetrics:
         self._on_steps = on_steps
         self._steps = GrowingFile(run.metrics / "steps.jsonl")
         self._evaluations = GrowingFile(run.metrics / "evaluations.jsonl")
-        self._course = RunCourse(run)
+        self.events = FollowedEvents(run)
         self._checkpoints = CheckpointMetrics(run, self.labels)
         self._job: run_state.RunJob | None = None
         self._forget_steps()
@@ -156,12 +161,12 @@ class RunMetrics:
             return
         yield self._sample(catalogue.RUN_PHASE, 1.0, state.phase)
         yield self._sample(catalogue.RUN_STARTED, state.started_unix_s)
-        yield self._sample(catalogue.RUN_RESTARTS, self._course.restarts)
-        if self._course.ranks_started:
-            yield self._sample(catalogue.RUN_RANKS_STARTED, self._course.ranks_started)
+        yield self._sample(catalogue.RUN_RESTARTS, self.events.restarts)
+        if self.events.ranks_started:
+            yield self._sample(catalogue.RUN_RANKS_STARTED, self.events.ranks_started)
         until = now_unix_s if state.active else state.since_unix_s
         if self._last:
-            yield from self._of_steps(until, lasts_s=self._course.lasts_s(state, until))
+            yield from self._of_steps(until, lasts_s=self.events.lasts_s(state, until))
         trains = bool(self._last) and self._is_script()
         yield from self._checkpoints.samples(until, state.started_unix_s, trains=trains)
         for name, value in list(self._last_evaluation.items())[:_MOST_EVALUATED]:
@@ -186,7 +191,7 @@ class RunMetrics:
         if evaluations:
             last = evaluations[-1]
             self._last_evaluation = {k: v for k, v in last.items() if k not in _NOT_EVALUATED}
-        self._course.catch_up()
+        self.events.catch_up()
 
     def _add(self, line: dict[str, Any]) -> None:
         step, step_s = line.get("step"), line.get("step_s")

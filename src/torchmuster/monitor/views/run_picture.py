@@ -5,7 +5,6 @@ import math
 import shutil
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from torchmuster.monitor.alert_watch import AlertNews, AlertWatch
 from torchmuster.monitor.alerts import RUN_FINISHED
 from torchmuster.monitor.catalogue import EVALUATION, HOST_DISK_FREE, TIME_SHARE
 from torchmuster.monitor.collecting import collector
-from torchmuster.monitor.collecting.growing_file import GrowingFile
 from torchmuster.monitor.collecting.run_metrics import PARTS, RunMetrics
 from torchmuster.monitor.metric import Metric, Sample
 from torchmuster.runfolder import RunFolder, run_name
@@ -27,7 +25,6 @@ MOST_POINTS = 500
 _LARGEST = 1e100
 # The curves: fields of the step lines.
 CURVES = ("loss", "learning_rate", "samples_per_s", "tokens_per_s", "step_s")
-_MOST_EVENTS = 200
 
 
 class LongCurve:
@@ -93,8 +90,6 @@ class RunWatch:
         self._job = run_name(run)
         self._metrics = RunMetrics(run, self._job, on_steps=self._take_in)
         self._forget()
-        self._events_file = GrowingFile(run.events)
-        self._events: deque[run_state.RunEvent] = deque(maxlen=_MOST_EVENTS)
         self._watching = AlertWatch()
 
     def _forget(self) -> None:
@@ -111,7 +106,6 @@ class RunWatch:
     def catch_up(self, within_s: float) -> None:
         """Read the existing data before the first poll, for at most this time."""
         give_up_s = time.monotonic() + within_s
-        self._follow_events()
         self._metrics.catch_up()
         while self.is_behind and time.monotonic() < give_up_s:
             self._metrics.catch_up()
@@ -119,7 +113,6 @@ class RunWatch:
     def look(self, now_unix_s: float) -> RunPicture:
         """Return the current state of the run."""
         state = run_state.read_state(self._run)
-        self._follow_events()
         samples = list(self._metrics.samples(now_unix_s))
         nodes = node_records.read_node_ranks(self._run, now_unix_s)
         labels = (self._job, self._run.id)
@@ -152,7 +145,7 @@ class RunWatch:
                 key=lambda node: node[1].rank,
             ),
             hang=state.hang.text if state and state.active and state.hang else None,
-            events=tuple(self._events),
+            events=tuple(self._metrics.events.newest),
             # That a run has finished is news for a chat, and no alert where its phase is shown.
             alerts=[news for news in self._watching.raised if news.alert.name != RUN_FINISHED],
             news=news,
@@ -177,12 +170,6 @@ class RunWatch:
         for part in PARTS:
             self._spent_s[part] += took_s * _number(line.get(f"{part}_share"))
         self._last_step = step
-
-    def _follow_events(self) -> None:
-        anew, lines = self._events_file.new_lines()
-        if anew:
-            self._events.clear()
-        self._events.extend(event for line in lines if (event := run_state.event_of(line)))
 
 
 def _number(value: object) -> float:
