@@ -7,23 +7,23 @@ computes the same answer.
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torchmuster.decision import Decision
 from torchmuster.devices.choose import choose_devices
 from torchmuster.devices.claims import CLAIM_VARIABLE, Claims, OwnFile
+from torchmuster.devices.identify import device_candidates
 from torchmuster.devices.model import Device, Node
 from torchmuster.devices.processes import command_of_this_process
-from torchmuster.devices.request import DeviceRequest
+from torchmuster.devices.request import Claim, DeviceRequest, in_use_by, obstacle
 from torchmuster.devices.tickets import Ticket, devices_of_those_ahead, read_tickets
 from torchmuster.errors import MusterError, NotNow
 from torchmuster.redaction import printable
 
-# A waiter takes a snapshot of the host this often, and reads the claims in between.
-POLL_S = 1.0
-# The first in line reads the claims this often, those behind it less often.
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+# How long a waiter sleeps between two tries; at random, so that waiters do not meet at the gate.
+_PAUSE_S = (0.5, 1.0)
 
 
 @dataclass(kw_only=True)
@@ -64,82 +64,66 @@ def acquire_devices(
     wait_s: float = 0.0,
     on_wait: Callable[[MusterError], None] = lambda _: None,
     command: Sequence[str] | None = None,
-    run: str = "",
 ) -> HeldDevices:
     """Choose devices and claim them as one step, waiting up to ``wait_s`` for them.
 
     ``take_snapshot`` is called at each try. ``on_wait`` receives the obstacle after each failed
-    try. ``command`` is what other users see; default: this process's own command. ``run`` is the
-    folder of the run that waits. Raises DevicesBusy if the devices are in use, TooFewDevices if
-    this host cannot meet the request.
+    try. ``command`` is what other users see; default: this process's own command. Raises DevicesBusy if the
+    devices are in use, TooFewDevices if this host cannot meet the request.
     """
     shown = command_of_this_process() if command is None else printable(command)
     deadline = time.monotonic() + wait_s
     ticket: Ticket | None = None
-    try:
+    with ExitStack() as line:
         while True:
             node = take_snapshot()
-            uuids = [device.uuid for device in node.accelerators]
             with claims.gate(deadline=deadline):
-                table = claims.read(uuids)
-                ahead = [
-                    waiting
-                    for waiting in read_tickets(claims.queue)
-                    if ticket is None or waiting.number < ticket.number
-                ]
-                promised = devices_of_those_ahead(
-                    node, ahead, table.claimed, now_unix_s=time.time()
-                )
+                unavailable = _unavailable(claims, node, ticket)
                 try:
                     decision = choose_devices(
-                        node,
-                        request,
-                        environment=environment,
-                        claims={**promised, **table.blocking},
+                        node, request, environment=environment, claims=unavailable
                     )
                     held = _claim(claims, decision, shown)
                 except NotNow as error:
                     if time.monotonic() >= deadline:
                         raise
-                    obstacle = error
+                    refusal = error
                 else:
-                    if ticket is not None:
-                        ticket.release()  # before others can see the claim beside the ticket
+                    line.close()  # before others can see the claim beside the ticket
                     return held
                 if ticket is None:
-                    ticket = Ticket(claims.queue, request, environment, run=run)
+                    devices = _usable_devices(node, request, environment)
+                    ticket = Ticket(claims.queue, request.wanted, devices, str(request))
+                    line.callback(ticket.release)
                 ticket.refresh()
-            on_wait(obstacle)
-            next_try = min(time.monotonic() + POLL_S, deadline)
-            _await_release(claims, uuids, table.blocking.keys(), ticket, len(ahead), next_try)
-    finally:
-        if ticket is not None:
-            ticket.release()
+            on_wait(refusal)
+            time.sleep(min(random.uniform(*_PAUSE_S), max(0.0, deadline - time.monotonic())))
 
 
-def _await_release(
-    claims: Claims,
-    uuids: Sequence[str],
-    blocked: Set[str],
-    ticket: Ticket,
-    ahead: int,
-    until: float,
-) -> None:
-    """Sleep until a claim on a device ends that this waiter may get, or until the next try.
+def _unavailable(claims: Claims, node: Node, ticket: Ticket | None) -> dict[str, Claim]:
+    """Return the devices that are claimed, or kept for those ahead in the line."""
+    table = claims.read([device.uuid for device in node.accelerators])
+    free = []
+    for device in node.accelerators:
+        if device.uuid not in table.claimed and not in_use_by(device):
+            free.append(device.uuid)
+    ahead = read_tickets(claims.queue)
+    if ticket is not None:
+        ahead = [waiting for waiting in ahead if waiting.number < ticket.number]
+    promised = devices_of_those_ahead(ahead, free, now_unix_s=time.time())
+    return {**promised, **table.blocking}
 
-    Each waiter ahead takes at least one device, so with as many ahead as there are free devices
-    another try will most likely fail.
-    """
-    pause_s = min(_SHORTEST_PAUSE_S * (1 + ahead), _LONGEST_PAUSE_S)
-    while True:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            return
-        time.sleep(min(left_s, pause_s * random.uniform(0.5, 1.5)))
-        ticket.refresh()
-        still_blocked = claims.read(uuids).blocking.keys()
-        if blocked - still_blocked and ahead < len(uuids) - len(still_blocked):
-            return
+
+def _usable_devices(
+    node: Node, request: DeviceRequest, environment: Mapping[str, str]
+) -> list[str]:
+    """Return the devices that a request could get when they are free."""
+    usable = []
+    for device in device_candidates(node, request, environment):
+        problem = obstacle(device, request, {})
+        if problem is None or problem.passing:
+            usable.append(device.uuid)
+    return usable
 
 
 def _claim(claims: Claims, decision: Decision[tuple[Device, ...]], command: str) -> HeldDevices:

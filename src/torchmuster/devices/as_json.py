@@ -19,10 +19,7 @@ def node_as_json(node: Node, shown: Visible, claims: Mapping[str, Claim]) -> dic
         "cuda_version": node.cuda_version,
         "accelerators": [_device(device, shown, claims) for device in node.accelerators],
         "cpu": _plain(node.cpu),
-        "links": [
-            {"a": link.a, "b": link.b, "kind": link.short, "lanes": link.lanes}
-            for link in node.links
-        ],
+        "links": [asdict(link) | {"kind": link.short} for link in node.links],
         "findings": [finding.as_json() for finding in (*node.findings, *shown.findings)],
     }
 

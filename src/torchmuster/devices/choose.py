@@ -26,8 +26,6 @@ _LINK_TEXTS = {
     LinkKind.NODE: "PCIe within one NUMA node",
     LinkKind.SYS: "PCIe across CPU sockets",
 }
-# Enough for every choice among 16 GPUs; of larger hosts, sets of low numbers are compared.
-_SETS_COMPARED = 13_000
 
 
 def choose_devices(
@@ -154,16 +152,21 @@ def device_load(device: Device) -> tuple[bool, int, int]:
 
 
 def _best(node: Node, eligible: Sequence[Device], count: int) -> tuple[Device, ...]:
+    """Return the least loaded devices; of equal ones the best set that grows from one of them."""
     ranked = sorted(eligible, key=lambda device: (device_load(device), _number(device)))
     limit = device_load(ranked[count - 1])
     certain = [device for device in ranked if device_load(device) < limit]
     equal = [device for device in ranked if device_load(device) == limit]
-    missing = count - len(certain)
-    sets = itertools.islice(itertools.combinations(equal, missing), _SETS_COMPARED)
-    best = min(([*certain, *extra] for extra in sets), key=lambda members: _rank(node, members))
+    candidates = []
+    for start in equal:
+        members = [*certain, start]
+        while len(members) < count:
+            left = [device for device in equal if device not in members]
+            members.append(min(left, key=lambda device: _rank(node, [*members, device])))
+        candidates.append(members)
+    best = min(candidates, key=lambda members: _rank(node, members))
     # In the order in which they were named or made visible, which is torch's numbering.
-    members = {device.uuid for device in best}
-    return tuple(device for device in eligible if device.uuid in members)
+    return tuple(device for device in eligible if device in best)
 
 
 def _rank(node: Node, members: Sequence[Device]) -> tuple[object, ...]:

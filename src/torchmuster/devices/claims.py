@@ -7,7 +7,7 @@ any reason. A file without a lock is left over from a process that was killed, a
 - A file gets its name when it is already locked, so nobody sees a claim without its lock.
 - A file belongs to who created it, and only that user may write it. Whose claim it is follows from
   the owner on disk, never from the text in the file.
-- Claims are made under one more lock, the gate, which is held only briefly. Reading takes neither
+- Claims are made under one more lock, the gate, on the folder itself, which is held only briefly. Reading takes neither
   the gate nor an exclusive lock, so it cannot make a claim fail.
 
 The program that runs under a claim gets the id of the claim in ``TORCHMUSTER_CLAIM``. The claim does
@@ -19,6 +19,7 @@ creates the folder may delete files in it; on a host whose users do not trust ea
 creates it: ``install -d -m 1777 /run/lock/torchmuster{,/claims,/queue}``.
 """
 
+import errno
 import json
 import os
 import random
@@ -29,6 +30,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from torchmuster import untrusted
 from torchmuster.devices.processes import user_with_uid
@@ -64,21 +68,27 @@ class OwnFile:
     """A file that this process has created and locked, for all users to read."""
 
     def __init__(self, path: Path, values: Mapping[str, object]) -> None:
-        """Create the file; raise OSError if it cannot be created or locked."""
+        """Create the file; raise Impossible if it cannot be created or locked."""
         self.path = path
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY
-        self.descriptor = os.open(unfinished, flags, 0o644)
         try:
-            os.fchmod(self.descriptor, 0o644)  # whatever the umask says
-            os.pwrite(self.descriptor, json.dumps(values).encode(), 0)
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unfinished.rename(path)
+            self.descriptor = self._create(values)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def _create(self, values: Mapping[str, object]) -> int:
+        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, 0o644)
+        try:
+            os.fchmod(descriptor, 0o644)  # whatever the umask says
+            os.pwrite(descriptor, json.dumps(values).encode(), 0)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unfinished.rename(self.path)
         except BaseException:
             with suppress(OSError):
                 unfinished.unlink()
-            os.close(self.descriptor)
+            os.close(descriptor)
             raise
+        return descriptor
 
     def release(self) -> None:
         """Delete the file and drop its lock; safe to call twice."""
@@ -118,10 +128,15 @@ def _paths_in(folder: Path) -> list[Path]:
 def _living_file(path: Path) -> LivingFile | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFELY)
-    except PermissionError:
+    except OSError as error:
+        if error.errno in (
+            errno.ENOENT,
+            errno.ELOOP,
+            errno.ENXIO,
+        ):  # already deleted, a link, a socket
+            return None
+        # Its owner hides it, or this process has no descriptor left: it counts as locked.
         return _unreadable_file(path)
-    except OSError:  # a link, or already deleted
-        return None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_locked(descriptor):
@@ -137,7 +152,7 @@ def _living_file(path: Path) -> LivingFile | None:
 
 
 def _unreadable_file(path: Path) -> LivingFile | None:
-    """Return a file that its owner hides: nobody else can test its lock, so it counts as locked."""
+    """Return a file whose lock cannot be tested."""
     try:
         status = path.lstat()
     except OSError:
@@ -180,6 +195,14 @@ def claims_folder(environment: Mapping[str, str]) -> Path:
     return shared / "torchmuster"
 
 
+class _Content(msgspec.Struct, frozen=True, kw_only=True):
+    """The text in the file of a claim."""
+
+    pid: int = 0
+    command: str = "unknown command"
+    since_unix_s: Annotated[float, msgspec.Meta(ge=0, lt=1e12)] = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClaimsTable:
     """Who holds which device, and which of these claims block this process."""
@@ -216,7 +239,7 @@ class Claims:
         A device that is claimed inside a claim again shows the first of its claims.
         """
         table = ClaimsTable(claimed={}, blocking={})
-        if not AVAILABLE or _is_foreign_link(self.folder):
+        if not AVAILABLE or not _is_folder(self.folder):
             return table
         devices = {_device_name(uuid): uuid for uuid in uuids}
         for file in living_files(self._files):
@@ -247,10 +270,7 @@ class Claims:
         """Claim a device that no claim blocks, under the gate. ``command`` is shown to all users."""
         path = self._files / f"{_device_name(uuid)}.{claim_id}"
         values = {"pid": os.getpid(), "command": command, "since_unix_s": time.time()}
-        try:
-            return OwnFile(path, values)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+        return OwnFile(path, values)
 
     @contextmanager
     def gate(self, *, deadline: float = 0.0) -> Iterator[None]:
@@ -266,7 +286,7 @@ class Claims:
                 fix="run muster gpus pick without a command and without --wait, which claims nothing",
             )
         self._make_folders()
-        gate = _open_gate(self.folder / "gate")
+        gate = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | _SAFELY)
         began = time.monotonic()
         deadline = max(began + _GATE_WITHIN_S, deadline)
         try:
@@ -289,28 +309,11 @@ class Claims:
             try:
                 path.mkdir(parents=True)
                 path.chmod(0o1777)  # for all users; each may delete only their own files
-            except FileExistsError:
-                _refuse_foreign_link(path)
+            except FileExistsError as error:
+                if not _is_folder(path):
+                    raise _cannot_write(path, error) from error
             except OSError as error:
                 raise _cannot_write(path, error) from error
-
-
-def _open_gate(path: Path) -> int:
-    """Open the file of the gate; ``flock`` needs no right to write.
-
-    Opening and creating are two steps: in a folder like /tmp the kernel refuses O_CREAT on a file
-    that belongs to another user (fs.protected_regular).
-    """
-    while True:
-        try:
-            return os.open(path, os.O_RDONLY | _SAFELY)
-        except FileNotFoundError:
-            with suppress(FileExistsError):
-                created = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o644)
-                os.fchmod(created, 0o644)  # whatever the umask says
-                return created
-        except OSError as error:
-            raise _cannot_write(path, error) from error
 
 
 def _lock_gate(gate: int) -> bool:
@@ -330,23 +333,12 @@ def _cannot_write(path: Path, error: OSError) -> Impossible:
     )
 
 
-def _is_foreign_link(path: Path) -> bool:
-    """Return whether a path is a link of another user: it may lead to any folder."""
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder, and no link: that may lead to a folder of someone else."""
     try:
-        status = path.lstat()
+        return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
         return False
-    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid())
-
-
-def _refuse_foreign_link(path: Path) -> None:
-    if _is_foreign_link(path):
-        raise Impossible(
-            f"GPUs cannot be claimed: {path} is a link of another user",
-            why="it may lead to a folder of someone else, and Muster would write there",
-            fix="have its owner or an administrator remove it, or set TORCHMUSTER_CLAIMS_DIR, for every user "
-            "of this host, to another local folder",
-        )
 
 
 def _device_name(uuid: str) -> str:
@@ -355,17 +347,13 @@ def _device_name(uuid: str) -> str:
 
 def _claim_in(file: LivingFile) -> Claim:
     """Return the claim in a file: another user has written it, so its text is checked and cleaned."""
-    pid = file.values.get("pid")
+    try:
+        content = msgspec.convert(file.values, _Content)
+    except msgspec.ValidationError:
+        content = _Content()
     return Claim(
-        pid=pid if isinstance(pid, int) else 0,
+        pid=content.pid,
         user=user_with_uid(file.uid),
-        command=printable([str(file.values.get("command", "unknown command"))]),
-        since_unix_s=stored_time(file.values.get("since_unix_s")),
+        command=printable([content.command]),
+        since_unix_s=content.since_unix_s,
     )
-
-
-def stored_time(value: object) -> float:
-    """Return a time in seconds that another user stored; 0 if it cannot be one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return 0.0
-    return float(value) if 0 <= value < 1e12 else 0.0

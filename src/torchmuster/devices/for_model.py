@@ -7,7 +7,7 @@ activations and the driver. For a real model with its batch size and precision u
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,21 +43,29 @@ def choose_for_model(
     """Choose the fewest devices that hold a model in training, or as many as requested.
 
     One device if it fits (single); with a count, a copy on each if it fits (ddp); else the model is
-    sharded over as few devices as hold it (fsdp). Raises the refusal of the
-    simplest layout to wait for, else of the last, if none can be met now.
+    sharded over as few devices as hold it (fsdp). Raises the refusal of the simplest layout.
     """
     if model_bytes <= 0:
         raise Impossible(
             "the model size must be above 0", fix="give the size of its weights, such as 14GB"
         )
     needed = model_bytes * TRAINING_STATES_PER_WEIGHT
-    story = (
+    whole = math.ceil(needed / USABLE_SHARE)
+    sizes = (
         f"{format_bytes(model_bytes)} of weights need {format_bytes(needed)} in training "
         "(weights, gradients, two AdamW moments, all in the weights' dtype; twice that with fp32 "
         "master weights)"
     )
+    count = request.count or 1
+    layouts: list[tuple[Strategy, int, int]] = [("single" if count < 2 else "ddp", count, whole)]
+    for shards in range(2, len(node.accelerators) + 1):
+        if request.count in (None, shards):
+            layouts.append(("fsdp", shards, math.ceil(whole / shards)))
     refused: TooFewDevices | DevicesBusy | None = None
-    for strategy, shape in _layouts(node, math.ceil(needed / USABLE_SHARE), request):
+    for strategy, devices, each in layouts:
+        shape = dataclasses.replace(
+            request, count=devices, min_free_bytes=max(each, request.min_free_bytes or 0)
+        )
         try:
             chosen = choose_devices(node, shape, environment=environment, claims=claims)
         except (TooFewDevices, DevicesBusy) as error:
@@ -65,22 +73,7 @@ def choose_for_model(
                 refused = error
             continue
         placement = Placement(devices=chosen.value, strategy=strategy)
-        return Decision(value=placement, reason=f"{story}, strategy {strategy}; {chosen.reason}")
+        return Decision(value=placement, reason=f"{sizes}, strategy {strategy}; {chosen.reason}")
     assert refused is not None  # there is at least one layout
-    refused.what = f"{story}: {refused.what}"
+    refused.what = f"{sizes}: {refused.what}"
     raise refused
-
-
-def _layouts(
-    node: Node, whole: int, request: DeviceRequest
-) -> Iterator[tuple[Strategy, DeviceRequest]]:
-    """Yield the requests whose devices hold ``whole`` bytes, the simplest layout first."""
-    count = 1 if request.count is None else request.count
-    alone = max(whole, request.min_free_bytes or 0)
-    strategy: Strategy = "single" if count < 2 else "ddp"
-    yield strategy, dataclasses.replace(request, count=count, min_free_bytes=alone)
-    counts = range(2, len(node.accelerators) + 1) if request.count is None else [count]
-    for shards in counts:
-        if shards > 1:
-            each = max(math.ceil(whole / shards), request.min_free_bytes or 0)
-            yield "fsdp", dataclasses.replace(request, count=shards, min_free_bytes=each)

@@ -87,16 +87,13 @@ def device_candidates(
             why="each process needs its own GPU",
             fix="remove the duplicate",
         )
-    if len({device.kind for device in named}) > 1:
-        raise NoSuchDevice(
-            f"{request} requested, but they are of different vendors",
-            why="a torch build supports GPUs of one vendor, so no program can use them together",
-            fix="name GPUs of one vendor",
-        )
-    if len(named) > 1 and not alone and any(device.mig_index is not None for device in named):
+    slices = [device for device in named if device.mig_index is not None]
+    kinds = {device.kind for device in named}
+    if len(kinds) > 1 or (slices and len(named) > 1 and not alone):
         raise NoSuchDevice(
             f"{request} requested, but they cannot be used together",
-            why="a CUDA process sees at most one MIG slice, and no other GPU with it",
-            fix="name one slice, or whole GPUs only",
+            why="a torch build supports GPUs of one vendor, and a CUDA process sees at most one MIG slice, and no "
+            "other GPU with it",
+            fix="name whole GPUs of one vendor, or one slice",
         )
     return named

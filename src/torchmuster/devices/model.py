@@ -27,8 +27,7 @@ class DeviceProcess:
     """A process that holds memory on a device. ``compute`` is false for a desktop's windows.
 
     ``cpu_s`` is the CPU time it has used since it started; ``idle_s`` is how long it has certainly
-    been idle, known only if an earlier snapshot saw it (see ``snapshot.py``). ``orphaned``: the process that
-    started it has exited.
+    been idle, known only if an earlier snapshot saw it (see ``snapshot.py``).
     """
 
     pid: int
@@ -40,7 +39,6 @@ class DeviceProcess:
     started_unix_s: float | None = None
     cpu_s: float | None = None
     idle_s: float | None = None
-    orphaned: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,6 @@ class Device:
     parent_uuid: str | None = None
     mig_enabled: bool = False
     pci_bus_id: str | None = None
-    numa_node: int | None = None
     total_bytes: int | None = None
     used_bytes: int | None = None
     reserved_bytes: int | None = None

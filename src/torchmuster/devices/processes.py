@@ -1,7 +1,6 @@
 """Owner, command and CPU time of processes, looked up once for all devices."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,6 @@ import psutil
 
 from torchmuster.devices.model import Device, DeviceProcess
 from torchmuster.redaction import printable
-
-# Programs that adopt processes whose parent has exited; in a container, process 1 may be any program.
-_ADOPTERS = ("systemd", "init")
 
 
 def identify_process(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -43,22 +39,9 @@ def _look_up(pid: int) -> dict[str, Any]:
                 "command": printable(process.cmdline() or [process.name()]),
                 "started_unix_s": process.create_time(),
                 "cpu_s": cpu.user + cpu.system,
-                "orphaned": _is_orphaned(process),
             }
     except (psutil.Error, OSError):
         return {}
-
-
-def _is_orphaned(process: psutil.Process) -> bool | None:
-    """Return whether the parent of a process has exited; a service is started by such a program itself."""
-    try:
-        parent = process.parent()
-        if parent is None or parent.name() not in _ADOPTERS:
-            return False
-        # A service, or the first process of a session, was not left behind by another one.
-        return hasattr(os, "getsid") and os.getsid(process.pid) != process.pid
-    except (psutil.Error, OSError):
-        return None
 
 
 def user_of_this_process() -> str:

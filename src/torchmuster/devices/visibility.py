@@ -120,13 +120,10 @@ def _parse_rocm(text: str, family: Sequence[Device]) -> _Parsed:
 
 
 def _parse_xpu(text: str, family: Sequence[Device]) -> _Parsed:
-    if not text:
-        return list(family), ""
-    # ``1.0`` is a tile of GPU 1.
-    numbers = {item: _number(item.partition(".")[0]) for item in text.split(",")}
-    unknown = [item for item, number in numbers.items() if number not in range(len(family))]
-    chosen = [one for position, one in enumerate(family) if position in numbers.values()]
-    return chosen, f"{unknown[0]!r} names no GPU, so the driver ignores it" if unknown else ""
+    # An empty value means all; ``1.0`` is a tile of GPU 1.
+    numbers = {_number(item.partition(".")[0]) for item in text.split(",")}
+    chosen = [device for index, device in enumerate(family) if not text or index in numbers]
+    return chosen, ""
 
 
 _PARSERS: dict[DeviceKind, Callable[[str, Sequence[Device]], _Parsed]] = {

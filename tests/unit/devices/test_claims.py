@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,7 +229,8 @@ def waiter(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tickets.Tic
     """Somebody who came before us and waits for six GPUs, awake however long the test takes."""
     monkeypatch.setattr(tickets, "STALE_WAITER_S", GIVE_UP_S)
     (place / "queue").mkdir(parents=True, exist_ok=True)
-    ticket = tickets.Ticket(place / "queue", DeviceRequest(count=6), {})
+    uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
+    ticket = tickets.Ticket(place / "queue", 6, uuids)
     yield ticket
     ticket.release()
 
@@ -248,7 +248,8 @@ def test_a_newcomer_does_not_take_what_an_earlier_waiter_could_have_now(
 def test_a_waiter_who_wants_more_than_is_free_leaves_the_rest_to_others(place: Path) -> None:
     with holder(place, 3) as other:
         assert read_line(other) == "got 0 1 2"
-        ticket = tickets.Ticket(place / "queue", DeviceRequest(count=6), {})
+        uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
+        ticket = tickets.Ticket(place / "queue", 6, uuids)
         try:
             with acquire(place, DeviceRequest(count=5)) as held:
                 assert indices(held) == [3, 4, 5, 6, 7]
@@ -381,7 +382,7 @@ def test_the_id_of_a_claim_gives_other_users_nothing(open_place: Path) -> None:
 @needs_root
 def test_no_user_can_rewrite_or_remove_the_files_of_another(open_place: Path) -> None:
     with acquire(open_place, DeviceRequest(ids=(0,))):
-        ticket = tickets.Ticket(open_place / "queue", DeviceRequest(count=8), {})
+        ticket = tickets.Ticket(open_place / "queue", 8, ["GPU-1"])
         for path in (*claim_files(open_place), *(open_place / "queue").iterdir()):
             assert (
                 as_user(NOBODY, lambda path=path: str(path.write_text("{}"))) == "PermissionError"
@@ -441,30 +442,6 @@ def test_who_waits_for_devices_waits_as_long_for_the_gate(
             assert len(held.decision.value) == 1
 
 
-def test_looking_never_makes_a_claim_fail(place: Path) -> None:
-    """Readers take the shared lock of a file at most; claims and tickets lock only their own new files."""
-    acquire(place, DeviceRequest(count=8)).release()
-    uuids = [device.uuid for device in snapshot.take_snapshot().accelerators]
-    (place / "claims" / f"{uuids[0]}.left-over").touch()
-    (place / "queue" / "00000007").touch()
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            Claims(place).read(uuids)
-            tickets.read_tickets(place / "queue")
-
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(4):
-            pool.submit(look)
-        try:
-            for _ in range(100):
-                with acquire(place, DeviceRequest(count=8)) as held:
-                    assert len(indices(held)) == 8
-        finally:
-            over.set()
-
-
 def test_a_reader_is_not_taken_for_the_holder(tmp_path: Path) -> None:
     left_over = tmp_path / "GPU-1.left-over"
     left_over.touch()
@@ -473,57 +450,30 @@ def test_a_reader_is_not_taken_for_the_holder(tmp_path: Path) -> None:
         assert claims_module.living_files(tmp_path) == []
 
 
-def test_a_file_has_its_lock_before_it_has_its_name(
+def test_a_claim_that_cannot_be_opened_counts_as_held(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place / "queue").mkdir(parents=True)
-    seen: list[list[tickets.WaitingRequest]] = []
-    flock = fcntl.flock
+    with acquire(place, DeviceRequest(count=1)):
+        (file,) = claim_files(place)
 
-    def look_and_lock(file: int, how: int) -> None:
-        if how & fcntl.LOCK_EX:
-            monkeypatch.setattr(fcntl, "flock", flock)
-            assert tickets.read_tickets(place / "queue") == []
-            names = [path.name for path in (place / "queue").iterdir()]
-            assert all(name.startswith(".") for name in names)
-            seen.append([])
-        flock(file, how)
+        def too_many_files(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(fcntl, "flock", look_and_lock)
-    ticket = tickets.Ticket(place / "queue", DeviceRequest(count=1), {})
-    assert seen == [[]]
-    assert [waiting.number for waiting in tickets.read_tickets(place / "queue")] == [1]
-    ticket.release()
-
-
-def take_first(place: Path) -> None:
-    Claims(place).take(snapshot.take_snapshot().accelerators[0].uuid, "1", "command")
-
-
-def test_a_lock_that_cannot_be_taken_is_an_error(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    acquire(place, DeviceRequest(count=8)).release()
-
-    def refuse(file: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    with Claims(place).gate(), monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        with pytest.raises(Impossible, match="cannot wait"):
-            tickets.Ticket(place / "queue", DeviceRequest(count=1), {})
-        with pytest.raises(Impossible, match="cannot be claimed"):
-            take_first(place)
-    assert list((place / "queue").iterdir()) == claim_files(place) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", too_many_files)
+            (living,) = claims_module.living_files(place / "claims")
+            Claims(place).remove_left_over()
+        assert living.name == file.name
+        assert claim_files(place) == [file]
 
 
 def test_files_are_for_their_owner_to_write_and_for_all_to_read(place: Path) -> None:
     before = os.umask(0o077)
     try:
         with acquire(place, DeviceRequest(count=1)):
-            ticket = tickets.Ticket(place / "queue", DeviceRequest(count=1), {})
-            files = [place / "gate", *claim_files(place), *(place / "queue").iterdir()]
-            assert [path.stat().st_mode & 0o777 for path in files] == [0o644] * 3
+            ticket = tickets.Ticket(place / "queue", 1, ["GPU-1"])
+            files = [*claim_files(place), *(place / "queue").iterdir()]
+            assert [path.stat().st_mode & 0o777 for path in files] == [0o644] * 2
             ticket.release()
     finally:
         os.umask(before)

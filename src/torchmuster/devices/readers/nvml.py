@@ -5,7 +5,7 @@ that stops answering keeps the values read so far and gets a ``trouble``.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -76,13 +76,17 @@ def _read_all(count: int) -> Reading:
         device = _read_device(index, handle)
         handles[device.uuid] = handle
         devices += _with_slices(device, handle) if device.mig_enabled else [device]
+    findings = []
+    for device in devices:
+        if device.trouble and device.mig_index is None:  # its slices share the trouble
+            findings.append(lost_finding(device))
     cuda = _version(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     return Reading(
         devices=tuple(devices),
         links=tuple(read_links(devices, handles)),
         driver_version=_version(pynvml.nvmlSystemGetDriverVersion),
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-        findings=tuple(lost_finding(device) for device in devices if device.trouble),
+        findings=tuple(findings),
     )
 
 
@@ -116,14 +120,15 @@ def _parts(handle: Any) -> Iterator[dict[str, Any]]:
     if name := ask_nvml(pynvml.nvmlDeviceGetName, handle):
         yield {"name": name}
     pci = ask_nvml(pynvml.nvmlDeviceGetPciInfo, handle)
-    yield {"pci_bus_id": pci and pci.busId, "numa_node": measure_nvml(_numa_node, handle)}
+    yield {"pci_bus_id": pci and pci.busId}
     mig = ask_nvml(pynvml.nvmlDeviceGetMigMode, handle)
     yield {"mig_enabled": bool(mig and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE)}
     yield {"compute_capability": measure_nvml(pynvml.nvmlDeviceGetCudaComputeCapability, handle)}
     yield _memory(handle)
     utilization = measure_nvml(pynvml.nvmlDeviceGetUtilizationRates, handle)
     yield {"utilization_percent": utilization and utilization.gpu}
-    yield {"temperature_c": measure_nvml(_temperature, handle)}
+    sensor = pynvml.NVML_TEMPERATURE_GPU
+    yield {"temperature_c": measure_nvml(pynvml.nvmlDeviceGetTemperature, handle, sensor)}
     slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
     threshold = measure_nvml(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown)
     yield {"slowdown_temperature_c": threshold}
@@ -147,31 +152,13 @@ def _uuid(handle: Any) -> str:
 def _memory(handle: Any) -> dict[str, Any]:
     """Return used memory without the driver's reserve, where the driver separates them."""
     memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    if memory is None:  # drivers before 510
-        memory = ask_nvml(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None:
         return {}
-    reserved = getattr(memory, "reserved", None)
     return {
         "total_bytes": memory.total,
         "used_bytes": memory.used,
-        "reserved_bytes": reserved,
+        "reserved_bytes": memory.reserved,
     }
-
-
-def _numa_node(handle: Any) -> int | None:
-    """Return the nearest NUMA node, if it is exactly one (the driver gives a bit mask)."""
-    masks = pynvml.nvmlDeviceGetMemoryAffinity(handle, 4, pynvml.NVML_AFFINITY_SCOPE_NODE)
-    mask = sum(word << 64 * position for position, word in enumerate(masks))
-    return mask.bit_length() - 1 if mask.bit_count() == 1 else None
-
-
-def _temperature(handle: Any) -> int:
-    try:
-        answer: int = pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)
-    except pynvml.NVMLError_FunctionNotFound:  # drivers before 560
-        answer = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-    return answer
 
 
 def _watts(milliwatts: int | None) -> float | None:
@@ -203,8 +190,8 @@ def _processes(handle: Any) -> tuple[DeviceProcess, ...]:
         sample.pid: sample.smUtil
         for sample in measure_nvml(pynvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
     }
-    compute = ask_nvml(_first_supported("Compute"), handle) or ()
-    graphics = ask_nvml(_first_supported("Graphics"), handle) or ()
+    compute = ask_nvml(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or ()
+    graphics = ask_nvml(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or ()
     found: dict[int, DeviceProcess] = {}
     # Compute last: a process that does both counts as computing.
     for is_compute, listed in ((False, graphics), (True, compute)):
@@ -216,22 +203,6 @@ def _processes(handle: Any) -> tuple[DeviceProcess, ...]:
                 utilization_percent=busy.get(process.pid),
             )
     return tuple(found[pid] for pid in sorted(found))
-
-
-def _first_supported(what: str) -> Callable[[Any], Sequence[Any]]:
-    """Return the process list from the newest function that this driver supports."""
-
-    def ask(handle: Any) -> Sequence[Any]:
-        for version in ("_v3", "_v2"):
-            question = getattr(pynvml, f"nvmlDeviceGet{what}RunningProcesses{version}")
-            try:
-                answer: Sequence[Any] = question(handle)
-            except pynvml.NVMLError_FunctionNotFound:
-                continue
-            return answer
-        return ()
-
-    return ask
 
 
 def _with_slices(parent: Device, handle: Any) -> list[Device]:
@@ -253,9 +224,8 @@ def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
     ]
     existing = [handle for handle in handles if handle is not None]
     for number, slice_handle in enumerate(existing):
-        attributes = measure_nvml(pynvml.nvmlDeviceGetAttributes, slice_handle)
         gpu_instance = ask_nvml(pynvml.nvmlDeviceGetGpuInstanceId, slice_handle)
-        name = ask_nvml(pynvml.nvmlDeviceGetName, slice_handle) or _slice_name(parent, attributes)
+        name = ask_nvml(pynvml.nvmlDeviceGetName, slice_handle) or f"{parent.name} MIG"
         yield Device(
             kind=DeviceKind.CUDA,
             index=parent.index,
@@ -265,23 +235,15 @@ def _read_slices(parent: Device, handle: Any) -> Iterator[Device]:
             uuid=_uuid(slice_handle),
             name=name,
             pci_bus_id=parent.pci_bus_id,
-            numa_node=parent.numa_node,
             compute_capability=parent.compute_capability,
             processes=_slice_processes(handle, gpu_instance),
             **_memory(slice_handle),
         )
 
 
-def _slice_name(parent: Device, attributes: Any) -> str:
-    if attributes is None:
-        return f"{parent.name} MIG"
-    size_gb = round(attributes.memorySizeMB / 1024)
-    return f"{parent.name} MIG {attributes.gpuInstanceSliceCount}g.{size_gb}gb"
-
-
 def _slice_processes(parent_handle: Any, gpu_instance: int | None) -> tuple[DeviceProcess, ...]:
     """Return a slice's processes; the parent lists those of all slices with their GPU instance."""
-    listed = ask_nvml(_first_supported("Compute"), parent_handle) or ()
+    listed = ask_nvml(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, parent_handle) or ()
     return tuple(
         DeviceProcess(pid=process.pid, compute=True, memory_bytes=process.usedGpuMemory)
         for process in listed

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pynvml
@@ -30,6 +31,33 @@ _PCIE_LEVELS = {
     pynvml.NVML_TOPOLOGY_NODE: LinkKind.NODE,
     pynvml.NVML_TOPOLOGY_SYSTEM: LinkKind.SYS,
 }
+
+# By error: what it means. Any other error makes the driver unusable, too.
+_UNUSABLE = {
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: Finding(
+        name="driver-library-mismatch",
+        status=Status.FAILURE,
+        what="the NVIDIA driver was updated, but the old one is still loaded",
+        why="the library and the kernel module have different versions, so no program "
+        "can use the GPUs until the new module is loaded",
+        fix="sudo reboot",
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: Finding(
+        name="driver-not-loaded",
+        status=Status.WARNING,  # no failure: this is normal on a login node without GPUs
+        what="the NVIDIA driver is installed but not loaded",
+        why="the kernel module is not loaded: this is normal on a host without GPUs, but an "
+        "error on a host with GPUs, or in a container that was started without them",
+        fix="sudo modprobe nvidia  # in a container: start it with --gpus all",
+    ),
+}
+_SILENT = Finding(
+    name="driver-unusable",
+    status=Status.FAILURE,
+    what="the NVIDIA driver does not answer",
+    why="every CUDA program on this host will fail with the same error",
+    fix="nvidia-smi  # shows the driver's own message",
+)
 
 
 class Unreachable(Exception):
@@ -60,41 +88,8 @@ def why_unusable(error: pynvml.NVMLError, question: str) -> tuple[Finding, ...]:
     """Return why the driver cannot be queried; empty where no driver is installed."""
     if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
         return ()  # no NVIDIA driver installed: not an error
-    if error.value == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-        return (
-            Finding(
-                name="driver-library-mismatch",
-                status=Status.FAILURE,
-                what="the NVIDIA driver was updated, but the old one is still loaded",
-                why="the library and the kernel module have different versions, so no program "
-                "can use the GPUs until the new module is loaded",
-                fix="sudo reboot",
-                evidence=f"{question}: {error}",
-            ),
-        )
-    if error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
-        return (
-            Finding(
-                name="driver-not-loaded",
-                # Not a failure: this is normal on a login node without GPUs.
-                status=Status.WARNING,
-                what="the NVIDIA driver is installed but not loaded",
-                why="the kernel module is not loaded: this is normal on a host without GPUs, but an "
-                "error on a host with GPUs, or in a container that was started without them",
-                fix="sudo modprobe nvidia  # in a container: start it with --gpus all",
-                evidence=f"{question}: {error}",
-            ),
-        )
-    return (
-        Finding(
-            name="driver-unusable",
-            status=Status.FAILURE,
-            what="the NVIDIA driver does not answer",
-            why="every CUDA program on this host will fail with the same error",
-            fix="nvidia-smi  # shows the driver's own message",
-            evidence=f"{question}: {error}",
-        ),
-    )
+    found = _UNUSABLE.get(error.value, _SILENT)
+    return (replace(found, evidence=f"{question}: {error}"),)
 
 
 def lost_finding(device: Device) -> Finding:

@@ -47,12 +47,6 @@ def pci_addresses(sys_root: Path, driver: str) -> list[str]:
     return [entry for entry in entries if _PCI_ADDRESS.fullmatch(entry)]
 
 
-def numa_node(pci: Path) -> int | None:
-    """Return the NUMA node of a PCI device; the kernel's -1 (unknown) gives None."""
-    node = read_integer(pci / "numa_node")
-    return None if node is None or node < 0 else node
-
-
 def hwmon(pci: Path, driver: str) -> Path:
     """Return the folder with the sensors of the whole device, not those of a part."""
     folders = [pci / "hwmon" / name for name in read_names(pci / "hwmon")]

@@ -48,7 +48,6 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
         wait_s=prepare.wait_s,
         on_wait=on_wait,
         command=["muster", *as_people_know_it(prepare.typed, prepare.command)],
-        run=prepare.run or "",
     )
     return _gpus(prepare, held.decision, held)
 

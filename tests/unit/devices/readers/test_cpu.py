@@ -47,8 +47,8 @@ def cgroup(root: Path, membership: str, mountinfo: str, files: Mapping[str, obje
 
 def cores(root: Path, allowed: int = 64) -> tuple[int, str]:
     with (
-        mock.patch("os.cpu_count", lambda: 64),
-        mock.patch.object(cpu, "_affinity", lambda: allowed),
+        mock.patch("os.cpu_count", return_value=64),
+        mock.patch.object(cpu, "_affinity", return_value=allowed),
     ):
         decision = cpu.usable_cores(root / "proc", root / "sys")
     return decision.value, decision.reason

@@ -13,7 +13,6 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import nvml_stub
-from muster_command import Stubs
 from nvml_stub import scenarios
 from nvml_stub.scenarios import FIRST_PID, GIB, MIB, Scenario, gpu_uuid, process
 from patience import GIVE_UP_S
@@ -54,7 +53,6 @@ def test_every_field_of_a_busy_a100(machine: Machine) -> None:
         uuid=gpu_uuid(4),
         name="NVIDIA A100-SXM4-80GB",
         pci_bus_id="00000000:87:00.0",
-        numa_node=1,
         total_bytes=80 * GIB,
         used_bytes=31 * GIB + 4 * MIB,
         reserved_bytes=535 * MIB,
@@ -109,7 +107,6 @@ def test_a_split_gpu_has_slices_each_with_its_own_processes(machine: Machine) ->
         uuid=gpu_uuid(0, "MIG"),
         name="NVIDIA A100-SXM4-80GB MIG 3g.40gb",
         pci_bus_id=parent.pci_bus_id,
-        numa_node=0,
         total_bytes=40192 * MIB,
         used_bytes=21 * GIB + 4 * MIB,
         reserved_bytes=38 * MIB,
@@ -247,7 +244,6 @@ def test_a_driver_that_does_not_answer(
 FIELDS = {
     "nvmlDeviceGetName": "name",
     "nvmlDeviceGetPciInfo": "pci_bus_id",
-    "nvmlDeviceGetMemoryAffinity": "numa_node",
     "nvmlDeviceGetMigMode": "",
     "nvmlDeviceGetCudaComputeCapability": "compute_capability",
     "nvmlDeviceGetMemoryInfo": "total_bytes used_bytes reserved_bytes",
@@ -267,7 +263,6 @@ FIELDS = {
 }
 # A broken sensor gives error 999 on cards that otherwise work.
 SENSORS = {
-    "nvmlDeviceGetMemoryAffinity",
     "nvmlDeviceGetCudaComputeCapability",
     "nvmlDeviceGetUtilizationRates",
     "nvmlDeviceGetTemperature",
@@ -466,19 +461,12 @@ def read_elsewhere(library: Path, scenario: Path) -> dict[str, object]:
     return summary
 
 
-def test_an_old_driver_is_asked_in_its_own_words(stubs: Stubs, tmp_path: Path) -> None:
-    """No second version of memory or temperature, and process lists without slices' numbers."""
-    path = nvml_stub.write(tmp_path / "scenario.json", scenarios.mig())
-    summary = read_elsewhere(stubs.old_driver, path)
-    reserved, own = 38 * MIB, 4 * MIB
-    assert summary["devices"] == [
-        ["0", 27 * GIB + 3 * own + 535 * MIB, 47, None, [FIRST_PID, FIRST_PID + 1]],
-        ["0:0", 21 * GIB + own + reserved, None, None, [FIRST_PID]],
-        ["0:1", own + reserved, None, None, []],
-        ["0:2", 6 * GIB + own + reserved, None, None, [FIRST_PID + 1]],
-        ["1", own + 535 * MIB, 30, None, []],
-    ]
-    assert (summary["driver"], summary["findings"]) == ("570.86.15", [])
+def test_a_lost_gpu_in_mig_mode_is_one_finding(machine: Callable[[Scenario], Path]) -> None:
+    scenario = scenarios.mig()
+    scenario["devices"][0]["lost"] = True
+    machine(scenario)
+    names = [finding.name for finding in nvml.read_nvml().findings]
+    assert names == ["gpu-unreachable"]
 
 
 NOTHING: dict[str, object] = {"devices": [], "links": 0, "driver": None, "findings": []}
