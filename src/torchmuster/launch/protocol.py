@@ -217,6 +217,7 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     devices: tuple[str, ...]
     fingerprint: Fingerprint | None  # None if this is the only host
     logs: str = ""  # the folder of the ranks' logs on this host
+    sees_run: bool = False  # the run folder is on this host's disk, or on one that it shares
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="listening"):

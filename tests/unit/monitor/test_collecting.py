@@ -221,7 +221,9 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
 def test_what_an_agent_writes_is_read(watched: Watched) -> None:
     watched.state("running")
     heartbeat = Heartbeat(rank=4, pid=1, beat=1, moves=1, memory_bytes=77)
-    node_records.write_node_ranks(watched.run, host="b", attempt=0, heartbeats=(heartbeat,))
+    node_records.write_node_ranks(
+        watched.run, host="b", exporter="b", attempt=0, heartbeats=(heartbeat,)
+    )
     (found,) = node_records.read_node_ranks(watched.run, now_unix_s=0.0)
     assert (found.host, found.ranks) == ("b", (heartbeat,))
     assert node_records.read_node_ranks(watched.run, now_unix_s=0.0, of_host="b") == [found]

@@ -2,7 +2,8 @@
 
 ``metrics/ranks/<host>/from-<first rank>.json`` is rewritten by the launcher, which receives the heartbeats anyway: every two
 seconds, with many hosts less often. So monitoring never blocks the ranks and needs no connection to them. The exporter of a
-host serves the files of its subfolder, and need not read those of other hosts.
+host serves the files of its subfolder, and need not read those of other hosts; those of hosts that do not see the run folder
+are in the launcher's.
 """
 
 import contextlib
@@ -31,13 +32,18 @@ class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_node_ranks(
-    run: RunFolder, *, host: str, attempt: int, heartbeats: tuple[Heartbeat, ...]
+    run: RunFolder,
+    *,
+    host: str,
+    exporter: str,
+    attempt: int,
+    heartbeats: tuple[Heartbeat, ...],
 ) -> None:
-    """Record what a host's ranks are doing; a full disk must not stop the run."""
+    """Record what a host's ranks are doing, for the exporter on this or another host; a full disk must not stop the run."""
     if not heartbeats or not run.marker.is_file():
         return
     content = NodeRanks(host=host, attempt=attempt, at_unix_s=time.time(), ranks=heartbeats)
-    path = node_record_path(run, host, min(heartbeat.rank for heartbeat in heartbeats))
+    path = node_record_path(run, exporter, min(heartbeat.rank for heartbeat in heartbeats))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(content).decode(), durable=False)

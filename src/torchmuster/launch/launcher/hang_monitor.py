@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -142,10 +143,13 @@ class HangMonitor:
 
     async def _write_down(self, host: ConnectedHost, sign: protocol.Heartbeats) -> None:
         """Record the heartbeats of a host's ranks, for monitoring."""
+        assert host.record is not None
+        sees_run = host.prepared is not None and host.prepared.sees_run
         await asyncio.to_thread(
             node_records.write_node_ranks,
             self._run,
-            host=host.record.host if host.record else host.name,
+            host=host.record.host,
+            exporter=host.record.host if sees_run else socket.gethostname(),
             attempt=sign.attempt,
             heartbeats=sign.heartbeats,
         )

@@ -26,6 +26,7 @@ from torchmuster.launch.node.connection import AgentConnection
 from torchmuster.launch.node.ranks import NodeShare, StoreProcess, host_environment
 from torchmuster.launch.node.sidecar import Sidecar
 from torchmuster.redaction import printable
+from torchmuster.runfolder import RunFolder
 
 _ALIVE_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.25
@@ -258,6 +259,7 @@ class NodeAgent:
                 devices=held.devices,
                 fingerprint=code,
                 logs=str(self._job.logs),
+                sees_run=RunFolder(Path(prepare.run or "")).marker.is_file(),
             )
         )
 
