@@ -190,16 +190,14 @@ class Train:
     )
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = setting(
         "constant",
-        "Learning rate after the warm-up, by transformers' names; linear and cosine decay to "
-        "min_learning_rate at the last step, warmup_stable_decay in the last tenth of the "
-        "steps.",
+        "Learning rate after the warm-up, by transformers' names; linear and cosine decay to 0 "
+        "at the last step, warmup_stable_decay in the last tenth of the steps.",
     )
     warmup: Whole | Text = setting(
         0,
         "The steps over which the learning rate rises to its peak: a number, or a share of "
         "all steps such as 3%, rounded up.",
     )
-    min_learning_rate: NotNegative = setting(0.0, "Learning rate at the end of the decay.")
     clip_norm: Positive | None = setting(None, "Max gradient norm (L2); off if left out.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",

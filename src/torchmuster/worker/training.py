@@ -244,7 +244,6 @@ def _schedule(
         wanted.schedule,
         warmup_steps=warmup_steps,
         total_steps=total,
-        min_learning_rate=wanted.min_learning_rate,
         decay_steps=decay_steps,
     )
 

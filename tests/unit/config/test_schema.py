@@ -64,7 +64,6 @@ train:
   optimizer_options: {betas: [0.9, 0.95], eps: 1e-7}
   schedule: cosine
   warmup: 3%
-  min_learning_rate: 1e-5
   clip_norm: 1.0
   precision: bf16
   seed: 1

@@ -191,7 +191,7 @@ EVALUATED = GOOD.replace("files: a.txt", "files: a.txt, evaluation: b.txt")
     "text",
     [
         GOOD + "train: {optimizer: 'mine:make', warmup: 10%}",
-        GOOD + "train: {schedule: cosine, min_learning_rate: 1e-5}",
+        GOOD + "train: {schedule: cosine}",
         EVALUATED + "checkpoint: {keep_best: true}",
     ],
 )
