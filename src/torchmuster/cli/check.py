@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, output, slurm_run
+from torchmuster.cli import jobs, output, schedulers
 from torchmuster.cli.launch_options import JoinOptions
 from torchmuster.cli.launching import job_and_transport
 from torchmuster.cli.options import JsonOptions, command, flag
@@ -55,8 +55,8 @@ def run(options: CheckOptions) -> int:
         name="check",
         command_line=options.command_line,
     )
-    if slurm_run.submits(options):
-        return slurm_run.submit(options, spec)
+    if schedulers.submits(options):
+        return schedulers.submit(options, spec)
     on_cpu = spec.device == "cpu" or not jobs.sees_gpus()
     spec, transport = job_and_transport(options, spec, resolved)
     if len(transport.places) < 2 and spec.ranks is None and on_cpu:

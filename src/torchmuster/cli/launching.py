@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchmuster.cli import jobs, output
+from torchmuster.cli import jobs, output, schedulers
 from torchmuster.cli.launch_options import HostOptions, JoinOptions, RunControl
 from torchmuster.cli.reporting import with_report
 from torchmuster.config.resolve import Resolved
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torchmuster.launch.schedulers.node_group import NodeGroup
     from torchmuster.launch.transports.join.code import JoinCode
 
-# Of schedulers that start the command on every node (launch/schedulers/node_group.py)
-_GROUP = {"TORCHMUSTER_NNODES", "TORCHMUSTER_NODE_RANK"}
 # Of schedulers that limit how long ranks may take to stop (launch/schedulers/time_limits.py)
 _TIME_LIMITS = {"SLURM_JOB_ID", "TORCHMUSTER_TERMINATION_GRACE_S"}
 # How long --detach waits for the run to start, and how often it says so.
@@ -37,15 +35,6 @@ _STAY_S = 60.0
 _SAY_EVERY_S = 9.0
 _POLL_S = 0.05
 _BEGUN = ("waiting", "running")  # phases
-
-
-def take_group(options: RunControl) -> "NodeGroup | None":
-    """Return the group of nodes on each of which a scheduler started this command; None if there is none."""
-    if os.environ.keys().isdisjoint(_GROUP):
-        return None
-    from torchmuster.cli import node_group
-
-    return node_group.take_group(options)
 
 
 def job_and_transport(
@@ -64,20 +53,16 @@ def job_and_transport(
     nodes = options.nodes
     transport: Transport | None = None
     if group is not None:
-        from torchmuster.cli import node_group
-
         spec = dataclasses.replace(
             jobs.patient(spec, resolved), hosts_return=True, job_uid=group.job_uid
         )
-        transport = node_group.transport_to(group)
+        transport = schedulers.transport_to_group(group)
     elif isinstance(options, JoinOptions) and options.join:
         nodes = nodes or NodeCounts(least=2, most=2)
         spec = jobs.patient(spec, resolved)
         transport = transport_to_joined(nodes, spec, resolved)
     elif "SLURM_JOB_ID" in os.environ:
-        from torchmuster.cli import slurm_run
-
-        transport = slurm_run.transport_inside(spec)
+        transport = schedulers.transport_inside(spec)
     if transport is None:
         python = resolved.settings.launch.remote_python or sys.executable
         transport = jobs.transport_for(spec, python)
@@ -173,14 +158,10 @@ def _rank_text(spec: JobSpec, of_host: int | None = None) -> str:
 def run_folder(options: RunControl, spec: JobSpec, group: "NodeGroup | None" = None) -> RunFolder:
     """Return the folder of the run: a new one, or that of a run that its scheduler started again."""
     if group is not None:
-        from torchmuster.cli import node_group
-
-        return node_group.run_folder(group, options.runs, spec)
+        return schedulers.folder_of_group(group, options.runs, spec)
     earlier = None
     if "SLURM_JOB_ID" in os.environ:
-        from torchmuster.cli import slurm_run
-
-        earlier = slurm_run.earlier_run(spec, options.runs)
+        earlier = schedulers.earlier_run(spec, options.runs)
     return earlier or create_run_folder(options.runs, spec.name)
 
 

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from torchmuster.cli import jobs
+from torchmuster.cli import jobs, schedulers
 from torchmuster.cli.launch_options import RunOptions
 from torchmuster.cli.launching import (
     job_and_transport,
     launch,
     run_folder,
     show_dry_run,
-    take_group,
 )
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import script_of
@@ -41,11 +40,9 @@ def run(options: RunOptions) -> int:
 
         options = translated(options)
     _check(options)
-    group = take_group(options)
+    group = schedulers.take_group(options)
     if group is not None:
-        from torchmuster.cli import node_group
-
-        code = node_group.code_of_member(group, options)
+        code = schedulers.code_of_member(group, options)
         if code is not None:
             return code
     script = script_of(options.script, Path.cwd())
@@ -59,11 +56,8 @@ def run(options: RunOptions) -> int:
         resume_with=options.resume_with,
         time_limit_s=options.time_limit,
     )
-    if options.slurm:
-        from torchmuster.cli import slurm_run
-
-        if slurm_run.submits(options):
-            return slurm_run.submit(options, spec, options.script)
+    if schedulers.submits(options):
+        return schedulers.submit(options, spec, options.script)
     spec, transport = job_and_transport(options, spec, resolved, group)
     if options.dry_run:
         return show_dry_run(spec, transport)

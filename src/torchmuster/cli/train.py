@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from torchmuster.cli import jobs, slurm_run
+from torchmuster.cli import jobs, schedulers
 from torchmuster.cli.data_check import check_data, show_data
 from torchmuster.cli.launch_options import TrainOptions
 from torchmuster.cli.launching import (
@@ -12,7 +12,6 @@ from torchmuster.cli.launching import (
     launch,
     run_folder,
     show_dry_run,
-    take_group,
 )
 from torchmuster.cli.options import command
 from torchmuster.cli.scripts import Script
@@ -53,11 +52,9 @@ ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 )
 def run(options: TrainOptions) -> int:
     """Train and return the exit code."""
-    group = take_group(options)
+    group = schedulers.take_group(options)
     if group is not None:
-        from torchmuster.cli import node_group
-
-        code = node_group.code_of_member(group, options)
+        code = schedulers.code_of_member(group, options)
         if code is not None:
             return code
     run = None
@@ -75,8 +72,8 @@ def run(options: TrainOptions) -> int:
         if nothing_left(run, resolved):
             return ExitCode.GOOD
     spec = job_of(options, resolved)
-    if slurm_run.submits(options):
-        return slurm_run.submit(options, spec)
+    if schedulers.submits(options):
+        return schedulers.submit(options, spec)
     is_here = not spec.hosts  # on other hosts, the ranks check
     if is_here:
         check_here(resolved)

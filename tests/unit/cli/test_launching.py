@@ -10,7 +10,6 @@ from torchmuster.cli.setting_options import settings_of
 from torchmuster.config.layers import Flag
 from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher import launch as launcher
-from torchmuster.launch.schedulers.time_limits import POD_VARIABLE
 from torchmuster.launch.transports.local import LocalTransport
 from torchmuster.runfolder import create_run_folder
 
@@ -33,7 +32,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     return Launcher(monkeypatch)
 
 
-@pytest.mark.parametrize(("given", "grace_s"), [(None, 5.0), ("30s", 30.0)])
+@pytest.mark.parametrize(("given", "grace_s"), [(None, 25.0), ("30s", 30.0)])
 def test_a_scheduler_shortens_only_a_grace_period_that_is_not_set(
     given: str | None,
     grace_s: float,
@@ -41,7 +40,7 @@ def test_a_scheduler_shortens_only_a_grace_period_that_is_not_set(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(POD_VARIABLE, "10")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # its KillWait is assumed to be 30 s
     settings = () if given is None else (Flag(flag="--set", path="launch.grace", text=given),)
     options = RunOptions(set=settings)
     resolved = settings_of(options)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmuster.cli import node_group as cli
+from torchmuster.cli import schedulers
 from torchmuster.errors import Impossible, NotNow
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
@@ -50,7 +50,7 @@ def test_a_single_node_listens_on_no_port() -> None:
         environment = {key: value for key, value in one_of_four.items() if key != name}
         group = group_here(environment)
         assert group is not None
-        assert isinstance(cli.transport_to(group), LocalTransport)
+        assert isinstance(schedulers.transport_to_group(group), LocalTransport)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_the_folder_of_another_job_is_continued_only_if_that_is_over(tmp_path: P
     log = run_state.EventLog(run)
     log.phase("running")
     with pytest.raises(NotNow) as caught:
-        cli.run_folder(group("u-2"), tmp_path, spec)
+        schedulers.folder_of_group(group("u-2"), tmp_path, spec)
     assert "active in another job" in caught.value.what
-    assert cli.run_folder(group(), tmp_path, spec) == run  # its launcher was replaced
+    assert schedulers.folder_of_group(group(), tmp_path, spec) == run  # its launcher was replaced
     log.ended("stopped", 143, "stopped on request")
-    assert cli.run_folder(group("u-2"), tmp_path, spec) == run
+    assert schedulers.folder_of_group(group("u-2"), tmp_path, spec) == run
