@@ -41,6 +41,8 @@ def _train(world: World, folder: Path, settings: Mapping[str, str]) -> list[floa
 def _train_in(world: World, folder: Path, settings: Settings) -> None:
     # The same checks of the weights as in a fresh process, without the time that its imports take.
     with mock.patch.object(
-        training, "run_check", lambda request, limit_s: exported.check_export(request)
+        training,
+        "run_exporter",
+        lambda request, limit_s: exported.check(Path(request.folder), request),
     ):
         training.train_from_settings(settings, world, folder)

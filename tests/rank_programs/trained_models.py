@@ -39,7 +39,9 @@ def make_and_train(
         asked = _Asked()
         # The same checks as in the fresh process, without the time that its imports take.
         in_process = mock.patch.object(
-            training, "run_check", lambda request, limit_s: exported.check_export(request)
+            training,
+            "run_exporter",
+            lambda request, limit_s: exported.check(Path(request.folder), request),
         )
         with mock.patch.object(training, "Trainer", asked), in_process:
             training.train_from_settings(
