@@ -202,3 +202,7 @@ def test_what_cannot_be_started_is_given_up_with_the_cause(
         assert agents.channels == {}
 
     asyncio.run(scene())
+
+
+def test_a_job_without_gpus_has_none(cluster: SlurmLab) -> None:
+    assert allocate(cluster, "-N2").gpus_per_node is None

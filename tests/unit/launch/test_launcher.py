@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,9 +16,11 @@ from torchmuster.errors import Impossible
 from torchmuster.launch import protocol
 from torchmuster.launch.history import run_state
 from torchmuster.launch.job import JobSpec
+from torchmuster.launch.launcher import launch, restart
 from torchmuster.launch.launcher.console import TerminalConsole
 from torchmuster.launch.launcher.launch import run_task
 from torchmuster.launch.launcher.run import JobOutcome, Result, Run
+from torchmuster.launch.launcher.stopping import Saved
 from torchmuster.launch.transports.channel import Arrive
 from torchmuster.launch.transports.local import LocalTransport, PipeChannel
 from torchmuster.runfolder import RunFolder, create_run_folder
@@ -93,6 +97,17 @@ class LongTask:
         return JobOutcome(result=Result.FINISHED, headline="seen")
 
 
+class SavingTask(LongTask):
+    """Has nothing new to save."""
+
+    began_s = 0.0
+
+    async def run(self, on_phase: Callable[[str], None]) -> JobOutcome:
+        self.began_s = time.monotonic()
+        saved = Saved(text="nothing new", is_new=False)
+        return JobOutcome(result=Result.SAVED, headline=saved.text, saved=saved)
+
+
 def test_as_long_as_it_lives_it_is_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +115,22 @@ def test_as_long_as_it_lives_it_is_heard_of(
     run = create_run_folder(tmp_path, "train")
     spec = JobSpec(name="train", command=("train.py",), folder=str(tmp_path))
     assert run_task(LongTask(spec, run), TerminalConsole(run)) == 0
+
+
+def test_storage_that_hangs_does_not_keep_a_slurm_job_from_its_start_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(launch, "_READ_WITHIN_S", 0.05)
+    monkeypatch.setattr(restart, "read_training_progress", lambda *_: over.wait(GIVE_UP_S))
+    run = create_run_folder(tmp_path, "train")
+    spec = JobSpec(name="train", command=("train.py",), folder="/", checkpoints="s3://bucket/run")
+    began_s = time.monotonic()
+    threading.Timer(2.0, over.set).start()  # asyncio waits for its threads at the end
+    task = SavingTask(spec, run)
+    assert run_task(task, TerminalConsole(run)) == 75
+    assert task.began_s - began_s < 2.0
 
 
 def test_a_way_that_cannot_be_opened_is_told_written_down_and_closed(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 # srun prints this on clusters without CPU binding; it is harmless.
 _HARMLESS = b"cluster configuration lacks support for cpu binding"
 _LINES_KEPT = 20
+_LOOK_EVERY_S = 0.05
 
 
 class SrunStep:
@@ -57,9 +58,11 @@ class SrunStep:
                 with contextlib.suppress(ProcessLookupError):
                     end()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), patience_s)
+                async with asyncio.timeout(patience_s):
+                    # Not process.wait: it also waits for whoever has inherited srun's output, and keeps it open.
+                    while process.returncode is None:
+                        await asyncio.sleep(_LOOK_EVERY_S)
                 break
-        # Another process may have inherited srun's output, and keep it open.
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 

@@ -1,10 +1,8 @@
 """Join codes and certificates: what is written comes back, and what was changed opens nothing."""
 
-import builtins
 import ssl
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,17 +76,3 @@ def test_the_key_is_on_disk_for_a_moment_for_its_owner_alone_and_encrypted(
 def test_both_sides_speak_tls_1_3_only() -> None:
     assert certificate.make_certificate().context.minimum_version is ssl.TLSVersion.TLSv1_3
     assert certificate.client_context().minimum_version is ssl.TLSVersion.TLSv1_3
-
-
-def test_without_cryptography_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.partition(".")[0] == "cryptography":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(Impossible) as caught:
-        certificate.make_certificate()
-    assert caught.value.fix == "pip install cryptography"
