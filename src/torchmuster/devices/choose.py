@@ -93,15 +93,13 @@ def _why_refused(
         known = "".join(f"; {finding.what}" for finding in node.findings)
         return f"no GPU is visible on {node.hostname}{known}"
     shown = visible(node.accelerators, environment)
-    own = [device for device in node.accelerators if device.kind is node.main_kind]
-    seen = [device for device in own if device in shown.devices]
-    slices = sum(device.mig_index is not None for device in seen)
-    text = f"{node.hostname} has {plural(len(seen) - slices, 'GPU')}"
+    whole = [device for device in shown.devices if device.mig_index is None]
+    text = f"{node.hostname} has {plural(len(whole), 'GPU')}"
+    slices = len(shown.devices) - len(whole)
     if slices:
         text += f" and {plural(slices, 'MIG slice')} (one per process)"
-    hidden = {shown.hidden_by[device.uuid] for device in own if device.uuid in shown.hidden_by}
-    if hidden:
-        text += f" visible ({', '.join(sorted(hidden))})"
+    if shown.hidden_by:
+        text += f" visible ({', '.join(sorted(set(shown.hidden_by.values())))})"
     blocked = [device for device in offered if device.uuid in obstacles]
     if blocked:
         text += f"; {describe_refusal(blocked, obstacles)}"

@@ -61,19 +61,6 @@ class DeviceRequest:
             conditions.append(f"at least {format_bytes(self.min_total_bytes)} in total")
         return text + (f" with {' and '.join(conditions)}" if conditions else "")
 
-    @classmethod
-    def from_json(cls, stored: Mapping[str, object]) -> "DeviceRequest":
-        """Return a request that another process stored; raise TypeError if it is none."""
-        ids = stored.get("ids")
-        if ids is not None:
-            if not isinstance(ids, list) or not all(isinstance(gpu, int | str) for gpu in ids):
-                raise TypeError("ids is not a list of GPU ids")
-            ids = tuple(ids)
-        for name in ("count", "min_free_bytes", "min_total_bytes"):
-            if not isinstance(stored.get(name), int | None):
-                raise TypeError(f"{name} is not a whole number")
-        return cls(**{**stored, "ids": ids})  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
