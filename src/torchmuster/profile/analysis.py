@@ -47,9 +47,19 @@ class Straggler:
     gain: float  # in steps/s, if it were as fast as the second to last rank
 
 
+def slowest(step: RanksStep, seconds: Callable[[Step], float]) -> float:
+    """Return the most seconds of any rank in a step."""
+    return max(map(seconds, step.values()))
+
+
+def took_s(step: Step) -> float:
+    """Return how long a step took on its rank."""
+    return step.took_s
+
+
 @dataclass(frozen=True)
 class Profile:
-    """The facts of all ranks, by rank."""
+    """The facts of all ranks, in the order of the ranks."""
 
     facts: Sequence[RankFacts]
 
@@ -64,20 +74,22 @@ class Profile:
             for step in facts.steps:
                 by_number[step.number][facts.rank] = step
         complete = [step for step in by_number.values() if len(step) == len(self.facts)]
-        unprofiled = [step for step in complete if not step[self.facts[0].rank].profiled]
+        unprofiled = [step for step in complete if not step[0].profiled]
         steps = unprofiled or complete
         if not steps:
             return []
-        lengths = [max(own.took_s - own.own_s("save") for own in step.values()) for step in steps]
-        longest = _UNUSUAL_FROM * statistics.median(lengths)
-        pairs = zip(steps, lengths, strict=True)
-        return [step for step, length in pairs if length <= longest]
+
+        def length_s(step: RanksStep) -> float:
+            return slowest(step, lambda own: own.took_s - own.own_s("save"))
+
+        longest_s = _UNUSUAL_FROM * statistics.median(map(length_s, steps))
+        return [step for step in steps if length_s(step) <= longest_s]
 
     @cached_property
     def step_s(self) -> float:
         """The step time: the mean over the steps, of the slowest rank."""
-        longest = [max(own.took_s for own in step.values()) for step in self.steps]
-        return statistics.fmean(longest) if longest else 0.0
+        longest_s = [slowest(step, took_s) for step in self.steps]
+        return statistics.fmean(longest_s) if longest_s else 0.0
 
     def mean_s(self, phase: str) -> float:
         """Return the seconds of a phase, averaged over steps and ranks, without waiting."""
@@ -98,7 +110,7 @@ class Profile:
         """How long even the last rank waits per step: the time of the transfer itself."""
         if len(self.facts) < 2:
             return 0.0
-        return statistics.fmean(min(own.waited_s for own in step.values()) for step in self.steps)
+        return statistics.fmean(-slowest(step, lambda own: -own.waited_s) for step in self.steps)
 
     @cached_property
     def shares(self) -> list[dict[str, float]]:
@@ -121,9 +133,9 @@ class Profile:
                 shares[name] = means[name]
         return shares
 
-    def part(self, place: int, share: str) -> float:
+    def part(self, rank: int, share: str) -> float:
         """Return a share of a rank's step, from 0 to 1."""
-        shares = self.shares[place]
+        shares = self.shares[rank]
         whole_s = sum(shares.values())
         return shares[share] / whole_s if whole_s else 0.0
 
@@ -138,17 +150,16 @@ class Profile:
         """Return the gain in steps/s if each rank's own work gets shorter by these seconds."""
         before_s = after_s = 0.0
         for step in self.steps:
-            took_s = max(own.took_s for own in step.values())
-            work_s = max(own.took_s - own.waited_s for own in step.values())
-            left_s = max(own.took_s - own.waited_s - saved_s(own) for own in step.values())
-            before_s += took_s
-            after_s += max(took_s - (work_s - left_s) - transfer_saved_s, 1e-9)
+            work_s = slowest(step, lambda own: own.took_s - own.waited_s)
+            left_s = slowest(step, lambda own: own.took_s - own.waited_s - saved_s(own))
+            before_s += slowest(step, took_s)
+            after_s += max(slowest(step, took_s) - (work_s - left_s) - transfer_saved_s, 1e-9)
         return before_s / after_s if before_s else 1.0
 
     def gain_of_phase(self, phase: str, left: float = 0.0) -> float:
         """Return the gain if a phase took only a part of its time on every rank."""
         if self.on_device:
-            least = min(self.part(place, phase) for place in range(len(self.facts)))
+            least = min(self.part(facts.rank, phase) for facts in self.facts)
             return 1 / (1 - least * (1 - left))
         return self.gain(lambda own: own.own_s(phase) * (1 - left))
 
@@ -187,7 +198,7 @@ class Profile:
                 late.append(min(rest) - step[facts.rank])
             late_s[facts.rank] = statistics.median(late)
         rank = max(late_s, key=lambda rank: late_s[rank])
-        step_s = statistics.median(max(own.took_s for own in step.values()) for step in self.steps)
+        step_s = statistics.median(slowest(step, took_s) for step in self.steps)
         if self.on_device:
             step_s = max(sum(shares.values()) for shares in self.shares)
         if late_s[rank] < _STRAGGLER_LATE * step_s:  # other load delays any rank at times
@@ -218,9 +229,8 @@ class Profile:
 
     def phase_s(self, rank: int, phase: str) -> float:
         """Return the usual time of a phase on a rank, without waiting for other ranks."""
-        place = [facts.rank for facts in self.facts].index(rank)
         if self.on_device:
-            return self.shares[place][phase]
+            return self.shares[rank][phase]
         return statistics.median(step[rank].own_s(phase) for step in self.steps)
 
     def _behind(self, rank: int) -> dict[str, float]:

@@ -255,7 +255,6 @@ def _straggler(profile: Profile) -> Cause | None:
     slow = profile.straggler
     if slow is None or slow.gain < WORTH_FROM or slow.phase not in _STRAGGLER_FIXES:
         return None
-    host = next(facts.host for facts in profile.facts if facts.rank == slow.rank)
     lines = []
     for facts in profile.facts[:_MOST_RANKS]:
         seconds = profile.phase_s(facts.rank, slow.phase)
@@ -270,7 +269,7 @@ def _straggler(profile: Profile) -> Cause | None:
         why=f"it is the last rank at the gradient exchange in {slow.last_in} of {slow.of_steps} steps, "
         f"{amount_text(slow.late_s, 's')} after the next slowest rank; its {slow.phase} takes "
         f"{amount_text(slow.longer_s, 's')} longer than the others'",
-        fix=_STRAGGLER_FIXES[slow.phase].format(rank=slow.rank, host=host),
+        fix=_STRAGGLER_FIXES[slow.phase].format(rank=slow.rank, host=profile.facts[slow.rank].host),
         evidence="\n".join(lines),
     )
 
@@ -351,7 +350,7 @@ def _full_precision(profile: Profile) -> Cause | None:
 def _tiny_batch(profile: Profile) -> Cause | None:
     """Steps may have too few samples for their fixed cost."""
     fixed_s = profile.transfer_s + profile.mean_s("optimizer")
-    idle = max(profile.part(place, "idle") for place in range(len(profile.facts)))
+    idle = max(profile.part(facts.rank, "idle") for facts in profile.facts)
     if fixed_s >= _FIXED_FROM * profile.step_s:
         evidence = f"communication and the optimizer take {_of_step(profile, fixed_s)}"
     elif idle >= _FIXED_FROM:

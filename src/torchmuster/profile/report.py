@@ -80,24 +80,24 @@ def notes(profile: Profile) -> Iterator[str]:
 
 def _seen_shares(profile: Profile) -> list[str]:
     """Return the shares that are not 0 on every rank, the largest first."""
-    places = range(len(profile.facts))
-    largest = {name: max(profile.part(place, name) for place in places) for name in SHARES}
+    largest = {}
+    for name in SHARES:
+        largest[name] = max(profile.part(facts.rank, name) for facts in profile.facts)
     seen = [name for name in SHARES if largest[name] >= _SHOWN_FROM]
     return sorted(seen, key=lambda name: -largest[name])
 
 
 def _share_table(profile: Profile) -> Iterator[str]:
     """Yield the table of the first ranks and the straggler."""
-    places = list(range(len(profile.facts)))[:_MOST_COLUMNS]
-    ranks = [facts.rank for facts in profile.facts]
-    if profile.straggler is not None and ranks.index(profile.straggler.rank) not in places:
-        places[-1] = ranks.index(profile.straggler.rank)
-    rows = [["of a step", *(f"rank {ranks[place]}" for place in places)]]
+    ranks = [facts.rank for facts in profile.facts][:_MOST_COLUMNS]
+    if profile.straggler is not None and profile.straggler.rank not in ranks:
+        ranks[-1] = profile.straggler.rank
+    rows = [["of a step", *(f"rank {rank}" for rank in ranks)]]
     for name in _seen_shares(profile):
-        rows.append([SHARES[name], *(f"{profile.part(place, name):.0%}" for place in places)])
+        rows.append([SHARES[name], *(f"{profile.part(rank, name):.0%}" for rank in ranks)])
     yield from aligned_columns(rows, right=True)
-    if len(ranks) > len(places):
-        yield f"and {len(ranks) - len(places)} more ranks in the chart"
+    if len(profile.facts) > len(ranks):
+        yield f"and {len(profile.facts) - len(ranks)} more ranks in the chart"
 
 
 def page(profile: Profile, causes: Sequence[Cause]) -> str:
@@ -105,8 +105,8 @@ def page(profile: Profile, causes: Sequence[Cause]) -> str:
     parts = ["<h1>muster profile</h1>", f"<p>{escape(summary(profile))}</p>"]
     parts += map(html_article, findings_of(profile, causes))
     parts.append(f"<figure>{shares_chart(profile)}</figure>")
-    lines = [*_share_table(profile), "", *notes(profile)]
-    parts.append(f"<pre>{escape(harmless(chr(10).join(lines)))}</pre>")
+    lines = "\n".join([*_share_table(profile), "", *notes(profile)])
+    parts.append(f"<pre>{escape(harmless(lines))}</pre>")
     return html_page("muster profile", parts)
 
 
