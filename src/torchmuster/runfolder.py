@@ -9,7 +9,6 @@
     console.log    output of the launcher
     logs/          rank-<n>.log
     model/         model files other than weights: config, tokenizer
-    data.json      of a training on text: what the data is, and a sample with its loss mask
     base-model.json  hashes of the weight files that a LoRA run began with
     metrics/  checkpoints/  hang/
     report.html
@@ -99,11 +98,6 @@ class RunFolder:
     def model(self) -> Path:
         """Model files other than weights: config, tokenizer."""
         return self.path / "model"
-
-    @property
-    def data(self) -> Path:
-        """What the data of a training on text is, and a sample of it."""
-        return self.path / "data.json"
 
     @property
     def checkpoints(self) -> Path:

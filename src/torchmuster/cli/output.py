@@ -149,18 +149,15 @@ def refuse_unwritable(file: Path) -> None:
 def new_folder(within: Path, prefix: str = "", *, given: Path | None = None) -> Path:
     """Create a folder for results: ``given``, or one named by the time: ``bench/matmul-2026-01-31-120000``."""
     stem = f"{prefix}{time.strftime('%Y-%m-%d-%H%M%S')}"
-    folder, number = given or within / stem, 1
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=given is not None)
-        except OSError as error:
-            if isinstance(error, FileExistsError) and given is None:
-                number += 1
-                folder = within / f"{stem}-{number}"
-                continue
-            raise Impossible(
-                f"cannot create {folder}",
-                why=error.strerror or str(error),
-                fix="pass --out with another folder, on a disk with free space",
-            ) from error
-        return folder
+    folder = given or within / stem
+    if given is None and folder.exists():
+        folder = within / f"{stem}-{os.urandom(2).hex()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=given is not None)
+    except OSError as error:
+        raise Impossible(
+            f"cannot create {folder}",
+            why=error.strerror or str(error),
+            fix="pass --out with another folder, on a disk with free space",
+        ) from error
+    return folder

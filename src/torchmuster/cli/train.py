@@ -1,7 +1,6 @@
 """``muster train``: train from a settings file, on one or more hosts."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 from torchmuster.cli import jobs, schedulers
@@ -87,8 +86,6 @@ def run(options: TrainOptions) -> int:
     if run is None or group is not None:
         run = run_folder(options, spec, group)
     write_atomically(run.config, settings_yaml(resolved))
-    if data is not None:
-        write_atomically(run.data, json.dumps(data))
     return launch(options, _in_folder(spec, run.path, resolved), transport, run, resolved)
 
 

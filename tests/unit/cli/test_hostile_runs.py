@@ -66,7 +66,6 @@ FILES = (
     "metrics/ranks/a/from-0.json",
     "metrics/sinks/mlflow.json",
     "checkpoints/step-1-abcd/manifest.json",
-    "data.json",
 )
 
 

@@ -160,5 +160,5 @@ def test_what_is_not_on_this_machine_is_told_before_anything_starts(
 def test_a_slurm_job_runs_the_same_command(train: Train) -> None:
     done = train("--config", "c.yaml", "--slurm", "--nodes", "2", "--dry-run")
     assert done.code == 0
-    assert "#SBATCH --nodes=2" in done.out
-    assert "-m torchmuster train --config c.yaml --slurm --nodes 2\n" in done.out
+    assert " --nodes=2 " in done.out
+    assert done.out.endswith("-m torchmuster train --config c.yaml --slurm --nodes 2'\n")
