@@ -179,9 +179,9 @@ class BatchLoader:
             )
         self._sampler.ranges = ranges
         for batch in self._dataloader:
+            yield batch
             if self._sampler.ranges is not ranges:
                 raise RuntimeError("two epochs of one loader were read at the same time")
-            yield batch
 
     def _ranges(self, epoch: int, start: int) -> Iterator[SampleRange]:
         """Yield the samples of each of this rank's micro-batches."""
