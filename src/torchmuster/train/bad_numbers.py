@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torchmuster.errors import MusterError
@@ -102,7 +103,8 @@ class BadNumbers:
         precision: Precision = FP32,
         most_in_a_row: int = 10,
     ) -> None:
-        self._model = model
+        # Not DDP itself: after a forward without gradients it does not broadcast buffers in the next one.
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._world = world
         self._precision = precision
         self._most_in_a_row = most_in_a_row
