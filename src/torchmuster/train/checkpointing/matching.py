@@ -89,8 +89,12 @@ def _differences(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -
         elif saved.get(name) is None:
             differences.append(f"{name} is not in the checkpoint")
         else:
-            before = (list(saved[name].size), saved[name].properties.dtype)
-            here = (list(wanted[name].shape), wanted[name].dtype)
-            if before != here:
-                differences.append(f"{name} is {before} in the checkpoint, {here} here")
+            tensor, stored = wanted[name], saved[name]
+            before_and_here = (
+                (list(stored.size), list(tensor.shape)),
+                (stored.properties.dtype, tensor.dtype),
+            )
+            for value, own in before_and_here:
+                if value != own:
+                    differences.append(f"{name} is {value} in the checkpoint, {own} here")
     return differences
