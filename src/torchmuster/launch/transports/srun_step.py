@@ -63,6 +63,8 @@ class SrunStep:
                     while process.returncode is None:
                         await asyncio.sleep(_LOOK_EVERY_S)
                 break
+        # There is no public name for it; else Python reports at its exit that the pipe was open.
+        process._transport.close()  # type: ignore[attr-defined]
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 

@@ -174,8 +174,6 @@ def test_srun_names_the_node_whose_agent_ended_while_others_go_on() -> None:
     assert "Exited with exit code 127" in trouble.why
 
 
-# The pipe to that process is still open when the event loop ends.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_process_that_keeps_sruns_output_does_not_hold_up_the_end() -> None:
     async def scene() -> None:
         step = SrunStep()
@@ -185,6 +183,6 @@ def test_a_process_that_keeps_sruns_output_does_not_hold_up_the_end() -> None:
             while len(step.output) < 2:
                 await asyncio.sleep(0.01)
             await step.close(GIVE_UP_S)
-        os.kill(int(step.output[1]), signal.SIGKILL)
+            os.kill(int(step.output[1]), signal.SIGKILL)
 
     asyncio.run(scene())
