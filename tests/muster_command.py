@@ -23,14 +23,12 @@ class Stubs:
     """The built stand-ins for NVIDIA's library: of a current driver, and of an old one."""
 
     current: Path
-    old_driver: Path
 
 
 @pytest.fixture(scope="session")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Stubs:
     return Stubs(
         current=nvml_stub.build(tmp_path_factory.mktemp("nvml")),
-        old_driver=nvml_stub.build(tmp_path_factory.mktemp("old-nvml"), old_driver=True),
     )
 
 

@@ -17,14 +17,12 @@ _SOURCES = Path(__file__).resolve().parent
 _FLAGS = ("-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
 
 
-def build(directory: Path, *, old_driver: bool = False) -> Path:
+def build(directory: Path) -> Path:
     """Compile the library into `directory`, and return it for use in LD_LIBRARY_PATH."""
     directory.mkdir(parents=True, exist_ok=True)
     # Built beside its place and moved there whole: another process may be loading it already.
     unfinished = directory / f".{LIBRARY}.{os.getpid()}"
     command = ["gcc", *_FLAGS, f"-Wl,-soname,{LIBRARY}", "-o", str(unfinished)]
-    if old_driver:
-        command.append("-DOLD_DRIVER")
     command += [str(_SOURCES / name) for name in ("nvml_stub.c", "json.c")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

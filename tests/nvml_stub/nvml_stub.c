@@ -8,10 +8,7 @@
  *     enter...()  takes the lock, brings the scenario up to date, finds the device and applies
  *                 what the scenario says must fail;
  *     the answer  read from the scenario: a value that is absent or null is "not supported";
- *     leave...()  counts the call and gives up the lock.
- *
- * With -DOLD_DRIVER the library has only the symbols of a driver from the time of CUDA 11.1 to
- * 11.3 (r455 to r465). */
+ *     leave...()  counts the call and gives up the lock. */
 
 #define _POSIX_C_SOURCE 200809L
 
@@ -755,10 +752,8 @@ PLAIN_UNSIGNED(nvmlDeviceGetMaxPcieLinkGeneration, "pcie.max_generation")
 PLAIN_UNSIGNED(nvmlDeviceGetCurrPcieLinkWidth, "pcie.width")
 PLAIN_UNSIGNED(nvmlDeviceGetMaxPcieLinkWidth, "pcie.max_width")
 PLAIN_U64(nvmlDeviceGetCurrentClocksThrottleReasons, "throttle_reasons")
-#ifndef OLD_DRIVER
 PLAIN_U64(nvmlDeviceGetCurrentClocksEventReasons, "throttle_reasons")
 PLAIN_UNSIGNED(nvmlDeviceGetNumaNodeId, "numa_node")
-#endif
 
 /* ---- identity ---- */
 
@@ -875,7 +870,6 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci)
     return leave_device(&t, result);
 }
 
-#ifndef OLD_DRIVER
 nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t device, nvmlPciInfoExt_v1_t *pci)
 {
     target t;
@@ -899,7 +893,6 @@ nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t device, nvmlPciInfoExt_v1_t *p
     }
     return leave_device(&t, result);
 }
-#endif
 
 /* ---- memory ---- */
 
@@ -932,7 +925,6 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
     return leave_device(&t, result);
 }
 
-#ifndef OLD_DRIVER
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
 {
     target t;
@@ -945,7 +937,6 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *me
         result = memory_of(t.node, memory);
     return leave_device(&t, result);
 }
-#endif
 
 nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t device, unsigned *current, unsigned *pending)
 {
@@ -1020,7 +1011,6 @@ nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, unsigned sensor, unsi
     return leave_device(&t, result);
 }
 
-#ifndef OLD_DRIVER
 nvmlReturn_t nvmlDeviceGetTemperatureV(nvmlDevice_t device, nvmlTemperature_v1_t *temperature)
 {
     target t;
@@ -1034,7 +1024,6 @@ nvmlReturn_t nvmlDeviceGetTemperatureV(nvmlDevice_t device, nvmlTemperature_v1_t
         result = read_unsigned(t.node, "temperature_c", (unsigned *)&temperature->temperature);
     return leave_device(&t, result);
 }
-#endif
 
 nvmlReturn_t nvmlDeviceGetTemperatureThreshold(nvmlDevice_t device, unsigned threshold,
                                                unsigned *celsius)
@@ -1307,10 +1296,8 @@ PROCESS_LIST(nvmlDeviceGetComputeRunningProcesses, "compute", v1)
 PROCESS_LIST(nvmlDeviceGetComputeRunningProcesses_v2, "compute", v2)
 PROCESS_LIST(nvmlDeviceGetGraphicsRunningProcesses, "graphics", v1)
 PROCESS_LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, "graphics", v2)
-#ifndef OLD_DRIVER
 PROCESS_LIST(nvmlDeviceGetComputeRunningProcesses_v3, "compute", v2)
 PROCESS_LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics", v2)
-#endif
 
 typedef struct {
     nvmlProcessUtilizationSample_t *samples;
@@ -1468,7 +1455,6 @@ nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t device, unsigned l
     return leave_device(&t, result);
 }
 
-#ifndef OLD_DRIVER
 nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t device, unsigned link,
                                                  unsigned *type)
 {
@@ -1483,7 +1469,6 @@ nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t device, unsigned l
         *type = found.to_switch ? NVML_NVLINK_DEVICE_TYPE_SWITCH : NVML_NVLINK_DEVICE_TYPE_GPU;
     return leave_device(&t, result);
 }
-#endif
 
 /* ---- topology ---- */
 
