@@ -46,7 +46,7 @@ def train(device: torch.device) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def main() -> None:
