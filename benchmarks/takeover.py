@@ -292,7 +292,7 @@ def _split(folder: Path, killed_s: float) -> dict[str, float]:
         )
 
     (events,) = folder.glob("runs/*/events.jsonl")
-    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [json.loads(line) for line in events.read_text().splitlines() if line]
     stopped_s = max(one["at_unix_s"] for one in told if one["event"] == "restart")
     started_s = max(one["at_unix_s"] for one in told if one["event"] == "started")
     moments = [killed_s, stopped_s, started_s]

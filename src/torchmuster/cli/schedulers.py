@@ -101,6 +101,10 @@ def take_group(options: RunControl) -> "NodeGroup | None":
     group = node_group.group_here(os.environ)
     if group is None:
         return None
+    if group.node_rank > 0:
+        from torchmuster.launch.node import supervisor
+
+        supervisor.continue_supervised()  # it needs the variables once more
     for name in node_group.VARIABLES:
         os.environ.pop(name, None)
     if options.detach:

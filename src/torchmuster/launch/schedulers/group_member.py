@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchmuster.errors import ExitCode, MusterError
-from torchmuster.launch.node import supervisor
 from torchmuster.launch.node.node_agent import NodeAgent
 from torchmuster.launch.schedulers.node_group import FINAL, NodeGroup
 from torchmuster.launch.transports.join.certificate import pin_from_seed
@@ -24,8 +23,6 @@ def serve_group(
 
     Without a launcher for ``patience_s``, it is 75: the scheduler may start this node again.
     """
-    supervisor.continue_supervised()
-
     async def work() -> int:
         code = await _serve(group, root, patience_s, say)
         sys.stdout.flush()
