@@ -115,6 +115,9 @@ def with_trials(causes: Sequence[Cause], gains: Mapping[Change, float]) -> list[
     tried = []
     for cause in causes:
         gain = None if cause.change is None else gains.get(cause.change)
+        if gain is not None and cause.gain is not None:
+            # More comes from other conditions than in the profile, such as batches read beforehand.
+            gain = min(gain, cause.gain)
         tried.append(replace(cause, tried=gain))
     return in_order(tried)
 

@@ -32,7 +32,7 @@ def script(tmp_path: Path) -> str:
     [
         (["--steps", "3:4", "train.py"], "'3:4' is not a valid range of steps"),
         (["--steps", "20:10", "train.py"], "'20:10' is not a valid range of steps"),
-        (["--config", "x.yaml", "train.py"], "a settings file and a script were both given"),
+        (["--config", "x.yaml", "train.py"], "beside the settings file x.yaml"),
         (["--device", "gpu", "train.py"], "1 ranks on GPUs requested"),
         (["other.py"], "there is no script 'other.py'"),
         (["nowhere"], "there is no script 'nowhere'"),
