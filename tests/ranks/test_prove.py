@@ -199,4 +199,5 @@ def test_a_write_outside_the_folder_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert str(mine) in done.stderr
     assert "--outputs" in done.stderr
+    assert "run_recorded" not in done.stderr  # the traceback has the script's lines only
     assert mine.read_text() == "mine"

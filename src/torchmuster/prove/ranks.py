@@ -42,6 +42,9 @@ _GRACE_S = 30.0
 _HANGS_AFTER_S = 180.0  # without a new step or line of output
 _STARTS_WITHIN_S = 1800.0
 _LOG_LINES = 5
+_PACKAGE = Path(__file__).parents[1]
+# Their lines in the traceback of a script say nothing about it.
+_HOOKS = tuple(f"{_PACKAGE}/{name}/" for name in ("prove", "launch", "integrations"))
 
 
 def start_server(source: str, environment: Mapping[str, str]) -> None:
@@ -141,6 +144,9 @@ def _be_trial(rank: int, request: TrialRequest) -> None:
         if end.code not in (None, 0):
             error_file.write_text(f"the script exited with: {end.code}\n")
         raise
-    except BaseException:
-        error_file.write_text(traceback.format_exc())
+    except BaseException as error:
+        report = traceback.TracebackException.from_exception(error)
+        frames = [frame for frame in report.stack if not frame.filename.startswith(_HOOKS)]
+        report.stack = traceback.StackSummary.from_list(frames)
+        error_file.write_text("".join(report.format()))
         raise

@@ -31,8 +31,8 @@ from torchmuster.untrusted import read_json_lines
 FEWEST_STEPS = 2
 # Scripts also save small things, such as losses: a checkpoint has this share of the largest file.
 _CHECKPOINT_SHARE = 0.1
-# How Python and safetensors, torch.save, and a rename between folders report that the kernel refused a write.
-_REFUSALS = ("Permission denied", "cannot be opened", "Invalid cross-device link")
+# How Python and torch.save, and a rename between folders, report that the kernel refused a write.
+_REFUSALS = ("Permission denied", "Invalid cross-device link")
 # Switch experiment trackers off.
 _NO_TRACKERS = {
     "WANDB_MODE": "disabled",
