@@ -201,7 +201,7 @@ def test_ranks_that_had_to_be_killed_are_named(folder: Path, muster: Muster) -> 
         result = run.end()
         run.wait_until_nothing_lives()
     assert result.code == 137, run
-    assert line_with(result.err, "killed", "after SIGTERM: rank 1")
+    assert line_with(result.err, "rank 1 did not exit", "after SIGTERM: killed")
     state = run_state.read_state(run.run)
     assert state is not None
     assert (state.phase, state.exit_code, state.killed_ranks) == ("stopped", 137, (1,))
