@@ -11,7 +11,6 @@ import pytest
 from made_up_runs import LINE, NOW, add_event
 from torchmuster.devices.claims import Claims
 from torchmuster.devices.model import Device, DeviceKind, Ecc, Node
-from torchmuster.devices.request import DeviceRequest
 from torchmuster.devices.tickets import Ticket
 from torchmuster.launch.heartbeat import Heartbeat
 from torchmuster.launch.history import node_records, run_state
@@ -272,7 +271,7 @@ def test_the_queue_and_the_claims_of_the_machine(
     claims = Claims(tmp_path / "claims")
     with claims.gate():
         claim = claims.take("GPU-1", "0a", "train.py")
-        ticket = Ticket(claims.queue, DeviceRequest(count=1), {})
+        ticket = Ticket(claims.queue, 1, ["GPU-1"])
     try:
         watched.now += 2
         seen = watched.look()
