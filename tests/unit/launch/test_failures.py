@@ -100,6 +100,21 @@ def test_a_damaged_record_is_no_record(folder: Path, content: str) -> None:
     assert read(folder, [0], {}) == []
 
 
+def test_a_program_s_record_by_torch_is_read(folder: Path) -> None:
+    extra = {"py_callstack": "Traceback …", "timestamp": str(int(time.time()) - 50)}
+    message = {"message": "ValueError: no data", "extraInfo": extra}
+    (folder / "rank-0.torchelastic.json").write_text(json.dumps({"message": message}))
+    (failure,) = read(folder, [0], {})
+    assert (failure.error, failure.traceback) == ("ValueError: no data", "Traceback …")
+    assert 49 < failure.ago_s < 60
+
+
+@pytest.mark.parametrize("message", ["text", {"message": []}, {"extraInfo": {"timestamp": "x"}}])
+def test_a_damaged_record_by_torch_is_no_record(folder: Path, message: object) -> None:
+    (folder / "rank-0.torchelastic.json").write_text(json.dumps({"message": message}))
+    assert read(folder, [0], {}) == []
+
+
 def test_of_very_many_failures_the_first_are_told_whole_and_all_by_their_error(
     folder: Path,
 ) -> None:

@@ -28,6 +28,26 @@ class _OwnRecord(msgspec.Struct, frozen=True, kw_only=True):
     at_unix_s: float = 0.0
 
 
+class _TorchDetails(msgspec.Struct, frozen=True):
+    """Details of an error in the file of torch's ``@record``."""
+
+    py_callstack: str = ""
+    timestamp: str = "0"  # of the Unix clock, in whole seconds
+
+
+class _TorchError(msgspec.Struct, frozen=True, rename={"details": "extraInfo"}):
+    """An error in the file of torch's ``@record``."""
+
+    message: str
+    details: _TorchDetails
+
+
+class _TorchRecord(msgspec.Struct, frozen=True):
+    """The file that torch's ``@record`` writes, also in programs that are started with ``--no-python``."""
+
+    message: _TorchError
+
+
 def ranks_finished(records: Path, ranks: Iterable[int]) -> list[int]:
     """Return the ranks whose script finished."""
     return [rank for rank in ranks if (records / f"rank-{rank}.finished.json").exists()]
@@ -55,7 +75,7 @@ def failures_of(
 def _failure(
     rank: RankProcess, records: Path, memory: MemoryWatch, peaks: MemoryPeaks
 ) -> protocol.Failure | None:
-    own = _own_record(records / f"rank-{rank.rank}.error.json")
+    own = _own_record(records, rank.rank)
     if own is None and (rank.exit is None or rank.exit.code == 0):
         return None
     own = own or _OwnRecord()
@@ -76,9 +96,21 @@ def _failure(
     )
 
 
-def _own_record(path: Path) -> _OwnRecord | None:
-    """Return what a rank recorded of its error; None if it recorded none, or something else wrote the file."""
+def _own_record(records: Path, rank: int) -> _OwnRecord | None:
+    """Return what a rank recorded of its error, by our own code or by torch's ``@record``; else None.
+
+    None also if something else wrote the file.
+    """
     try:
-        return msgspec.convert(untrusted.read_json(path), _OwnRecord)
-    except (OSError, untrusted.Unreadable, msgspec.ValidationError):
+        ours = records / f"rank-{rank}.error.json"
+        if ours.exists():
+            return msgspec.convert(untrusted.read_json(ours), _OwnRecord)
+        theirs = untrusted.read_json(records / f"rank-{rank}.torchelastic.json")
+        error = msgspec.convert(theirs, _TorchRecord).message
+        return _OwnRecord(
+            error=error.message,
+            traceback=error.details.py_callstack,
+            at_unix_s=float(error.details.timestamp),
+        )
+    except (OSError, untrusted.Unreadable, ValueError):  # msgspec's errors are ValueErrors
         return None

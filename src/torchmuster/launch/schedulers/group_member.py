@@ -23,6 +23,7 @@ def serve_group(
 
     Without a launcher for ``patience_s``, it is 75: the scheduler may start this node again.
     """
+
     async def work() -> int:
         code = await _serve(group, root, patience_s, say)
         sys.stdout.flush()
