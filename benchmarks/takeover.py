@@ -27,8 +27,9 @@ from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from hosts.lab import Lab  # noqa: E402
 from hosts.spare_training import kill_host  # noqa: E402
+
+from hosts.lab import Lab  # noqa: E402
 from slurm.slurm_lab import SlurmLab  # noqa: E402
 
 RANKS = 4
