@@ -2,7 +2,6 @@
 
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,6 @@ class Row:
         return self.tensor == self.pipeline == self.context == 1
 
     @property
-    def is_eager_fsdp(self) -> bool:
-        """Say whether it is what the product traces: neither compiled nor in float8."""
-        return self.is_plain and not self.compile
-
-    @property
     def portion(self) -> Portion:
         """What a rank with samples of its own computes in a step."""
         old_loss = self.model.startswith(("llama2_7b", "kempner"))
@@ -174,15 +168,3 @@ def read() -> Published:
         sources=held["sources"],
         cards=held["cards"],
     )
-
-
-def fitted(
-    row: Row, speed: Callable[[float], float], *, low: float, high: float, within: float
-) -> float:
-    """Return the constant with which a row comes out at its published speed; a larger one is faster."""
-    wanted = row.published_tokens_per_s
-    assert wanted is not None
-    while high - low > within:
-        middle = (low + high) / 2
-        low, high = (low, middle) if speed(middle) > wanted else (middle, high)
-    return (low + high) / 2

@@ -36,11 +36,6 @@ _TIME = re.compile(r"\d{8}-\d{6}(?=-)")
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
-def is_no_room(problem: str) -> bool:
-    """Return whether the text of an error is one of ``NO_ROOM``; errors of other ranks are known as text only."""
-    return any(os.strerror(number) in problem for number in NO_ROOM)
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run, from :func:`create_run_folder` or :func:`find_run`."""

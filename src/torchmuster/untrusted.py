@@ -98,10 +98,10 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     return parse_json(read_bounded(path, most_bytes))
 
 
-def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none that can be read."""
     try:
-        content = read_json(path, most_bytes)
+        content = read_json(path)
     except (OSError, Unreadable):
         return {}
     return content if isinstance(content, dict) else {}
@@ -132,11 +132,11 @@ def json_objects(data: bytes) -> Iterator[dict[str, Any]]:
             yield content
 
 
-def read_json_lines(path: Path, most_bytes: int = MOST_LINES_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the first ``most_bytes`` of a file; nothing if it cannot be read."""
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the first ``MOST_LINES_BYTES`` of a file; nothing if it cannot be read."""
     try:
         with open_regular(path) as stream:
-            data = stream.read(most_bytes)
+            data = stream.read(MOST_LINES_BYTES)
     except (OSError, Unreadable):
         return
     yield from json_objects(data)

@@ -59,11 +59,6 @@ class Lab:
         assert self._folder is not None
         return self._folder
 
-    @property
-    def ssh_config(self) -> Path:
-        assert self.ssh is not None
-        return self.ssh.config
-
     def switch_ip(self, *words: str) -> str:
         """Run ``ip`` upon the switch; the port of nodeK is ``pK``."""
         return tool("ip", "-n", self.switch, *words)

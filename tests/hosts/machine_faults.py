@@ -92,26 +92,6 @@ class FileReads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sysctl:
-    """A setting of the host's network: ``net.ipv4.ip_local_port_range``."""
-
-    host: str
-    name: str
-    value: str
-
-    def apply(self, lab: Lab) -> Undo:
-        host = lab.host(self.host)
-        path = f"/proc/sys/{self.name.replace('.', '/')}"
-        before = host.run(["cat", path], check=True).stdout.strip()
-        _write(host, path, self.value)
-        return lambda: _write(host, path, before)
-
-
-def _write(host: Host, path: str, text: str) -> None:
-    host.run(["tee", path], input=text, check=True)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Limit:
     """What is called over ssh may use only so much: ``Limit(host=…, name="RLIMIT_NOFILE", most=256)``."""
 

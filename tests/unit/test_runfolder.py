@@ -16,7 +16,6 @@ from torchmuster.runfolder import (
     RunFolder,
     create_run_folder,
     find_run,
-    is_no_room,
     list_runs,
     refuse_foreign,
     write_atomically,
@@ -306,17 +305,3 @@ def test_a_part_of_another_user_makes_it_foreign(
     with pytest.raises(Impossible) as caught:
         refuse_foreign(run, "stop")
     assert str(run.path) in caught.value.why
-
-
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        ("rank 3: OSError: [Errno 28] No space left on device: '/runs/x'", True),
-        ("I/O error: No space left on device (os error 28)", True),
-        ("PermissionError: [Errno 13] Permission denied", False),
-        ("botocore: ExpiredToken", False),
-        ("", False),
-    ],
-)
-def test_only_a_full_or_failing_disk_has_no_room(problem: str, expected: bool) -> None:
-    assert is_no_room(problem) is expected

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchmuster.monitor.alerts import ALERTS, WINDOWS_S, Alert, History, Labels, Series
@@ -40,8 +40,7 @@ class AlertNews:
 class AlertWatch:
     """Decides at each evaluation which alerts to report."""
 
-    def __init__(self, alerts: Sequence[Alert] = ALERTS) -> None:
-        self._alerts = alerts
+    def __init__(self) -> None:
         self._history = History()
         self._since: dict[tuple[str, Labels], float] = {}  # start of the time a condition has held
         self._raised: dict[tuple[str, Labels], AlertNews] = {}
@@ -55,7 +54,7 @@ class AlertWatch:
         """Add the current samples; return the alerts that were raised or resolved."""
         self._remember(samples, now_s)
         news: list[AlertNews] = []
-        for alert in self._alerts:
+        for alert in ALERTS:
             holds = set()
             for labels, value in self._history.now.get(alert.metric, {}).items():
                 series = Series(alert.metric, labels, value, self._history)

@@ -80,12 +80,6 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         """The places of both ends, in the direction of the link."""
         return self.source.place, self.target.place
 
-    @property
-    def fails(self) -> bool:
-        """Whether ranks cannot connect or cannot exchange data."""
-        stalls = self.speed is not None and self.speed.bytes_per_s is None
-        return bool(self.problem or self.rendezvous_problem or stalls)
-
 
 # ---- requests and answers
 

@@ -14,8 +14,6 @@ NAMES: Mapping[HangKind, str] = {
     HangKind.DIFFERENT: "collectives-differ",
     HangKind.ALL_WAIT: "collective-does-not-end",
 }
-# Findings about ranks that others wait for, which may never come.
-KEEPS_WAITING = (NAMES[HangKind.EXITED], NAMES[HangKind.ELSEWHERE])
 _GROUPS_SHOWN = 3
 _WHY_ORDER = (
     "collectives are matched per group, in the order in which each rank calls them: one rank called something that others "

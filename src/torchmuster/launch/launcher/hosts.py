@@ -330,9 +330,9 @@ class Hosts:
 
     # ---- coming back, and leaving
 
-    async def send_away(self, host: ConnectedHost, why: str) -> None:
+    async def send_away(self, host: ConnectedHost) -> None:
         """Release a host that cannot run ranks; it is connected again later."""
-        host.lose(why)
+        host.lose("it cannot run ranks")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(host.close(), _LET_GO_WITHIN_S)
 

@@ -72,7 +72,7 @@ class Newcomers:
                 failed = error
                 what = f"{host.name} connected, but cannot run ranks: {error.what}"
                 await self._note(run_state.SPARE_REFUSED, what, host=host.name, why=error.what)
-                await self._hosts.send_away(host, "it cannot run ranks")
+                await self._hosts.send_away(host)
         return failed
 
     # ---- while the ranks run

@@ -46,15 +46,15 @@ class Sizes(NamedTuple):
         return min(self.batch_size, self.samples - batch * self.batch_size)
 
 
-def refuse_uneven_ranks(counts: list[int], what: str = "batches") -> None:
+def refuse_uneven_ranks(counts: list[int]) -> None:
     """Raise an error that names a rank with the most and one with the fewest, unless all are the same."""
     most, fewest = max(counts), min(counts)
     if most == fewest:
         return
     raise Impossible(
-        f"the ranks have different numbers of {what}: rank {counts.index(most)} has {most}, rank "
+        f"the ranks have different numbers of batches: rank {counts.index(most)} has {most}, rank "
         f"{counts.index(fewest)} has {fewest}",
-        why=f"all ranks must take part in each: after {fewest} {what}, ranks with more would wait forever",
+        why=f"all ranks must take part in each: after {fewest} batches, ranks with more would wait forever",
         fix="give all ranks the same number (DistributedSampler with drop_last, or equal shards), or use "
         "BatchLoader, which gives a rank without samples an idle batch",
     )

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchmuster.errors import Impossible, MusterError, NotNow
@@ -59,9 +59,7 @@ def log_of(job: str, run_root: Path) -> Path:
     return run_root / f"slurm-{job}.log"
 
 
-def submit_job(
-    command: Sequence[str], *, run_root: Path, environment: Mapping[str, str] | None = None
-) -> str:
+def submit_job(command: Sequence[str], *, run_root: Path) -> str:
     """Run an sbatch command and return the job ID.
 
     This creates the folder of the log first: without it, Slurm starts the job and kills it at once.
@@ -74,10 +72,9 @@ def submit_job(
             why=error.strerror or str(error),
             fix="use a writable folder on a disk that the nodes share",
         ) from error
-    environment = os.environ if environment is None else environment
     for_sbatch = {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if not name.startswith("SLURM_") or name in _NOT_OF_A_JOB
     }
     answer = jobs.require_slurm(command, environment=for_sbatch)
