@@ -35,10 +35,9 @@ ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 @command(
     TrainOptions,
-    more=f"""
+    more="""
     Checks the settings, claims the devices, starts a rank on each, and trains; the weights are saved in
     the run folder. To start your own training script, use muster run.
-    The same under torchrun: torchrun … -m {WORKER} --config config.yaml
     """,
     examples=[
         "muster train --config config.yaml                    all free GPUs of this machine",

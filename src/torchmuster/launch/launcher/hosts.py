@@ -244,7 +244,7 @@ class Hosts:
                 raise NotNow(
                     self.words(),
                     why=f"not enough hosts joined within {self._join_s:.0f} s",
-                    fix="start the missing hosts, or wait longer: --join-timeout 10m",
+                    fix="start the missing hosts, or wait longer: --set launch.join_timeout=10m",
                 )
             await self._waiting.something_new(0.2)
             await asyncio.sleep(_LOOK_EVERY_S if len(missing) > 1 else 0)
@@ -321,7 +321,7 @@ class Hosts:
             error = self._why_absent(place) or MusterError(
                 f"{self.name_of(place)} did not join within {self._join_s:.0f} s",
                 why=self._transport.waiting_for(place),
-                fix="start it, or wait longer: --join-timeout 10m",
+                fix="start it, or wait longer: --set launch.join_timeout=10m",
             )
             [finding] = from_error(error)
             name = "host-missing" if type(error) is MusterError else finding.name
