@@ -27,9 +27,8 @@ from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from hosts.spare_training import kill_host  # noqa: E402
-
 from hosts.lab import Lab  # noqa: E402
+from hosts.test_spares import kill_host  # noqa: E402
 from slurm.slurm_lab import SlurmLab  # noqa: E402
 
 RANKS = 4
@@ -149,8 +148,8 @@ class Cluster(Protocol):
     def launch(self, side: Side, folder: Path) -> subprocess.Popen[Any]:
         """Start the training; its output goes to ``said.txt``."""
 
-    def kill(self, number: int) -> float:
-        """Kill all processes of the run on a host that has a rank; return when."""
+    def kill(self, number: int) -> None:
+        """Kill all processes of the run on a host that has a rank."""
 
     def clean(self) -> None:
         """Kill what a training has left."""
@@ -195,9 +194,9 @@ class SshHosts:
                 stderr=subprocess.STDOUT,
             )
 
-    def kill(self, number: int) -> float:
+    def kill(self, number: int) -> None:
         """Kill every process of a host except its ssh server."""
-        return kill_host(self._lab, f"node{number + 2}")
+        kill_host(self._lab, f"node{number + 2}")
 
     def clean(self) -> None:
         """Kill what is left on all hosts."""
@@ -224,13 +223,12 @@ class SlurmNodes:
                 stderr=subprocess.STDOUT,
             )
 
-    def kill(self, number: int) -> float:
+    def kill(self, number: int) -> None:
         """Kill the node agent of a node, and all that it started."""
         for pid in self._lab.pids_on(f"node{max(number, 1) + 1}"):
             with contextlib.suppress(OSError):
                 if b"torchmuster" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
-        return time.time()
 
     def clean(self) -> None:
         """Cancel all jobs."""
@@ -247,7 +245,8 @@ def recovery(cluster: Cluster, side: Side, folder: Path, chance: random.Random) 
         _await_steps(process, folder, 0, 4 * _SAVE_EVERY)
         if side.spares:
             _await_spare(process, folder)
-        killed_s = cluster.kill(chance.randrange(RANKS))
+        cluster.kill(chance.randrange(RANKS))
+        killed_s = time.time()
         _await_steps(process, folder, 1, 1)
         return _split(folder, killed_s)
     finally:
