@@ -127,7 +127,7 @@ def ladder(request: PlanRequest) -> list[Candidate]:
         fixed = [f"{name} {getattr(request, name)}" for name in names if getattr(request, name)]
         why = f"the request sets {', '.join(fixed)}"
         if request.work.load_in_4bit:
-            why += "; FSDP cannot shard 4-bit weights"
+            why += "; 4-bit weights are planned without fsdp"
         cards = plural(request.hardware.cards, request.hardware.card.noun)
         raise Impossible(
             f"no strategy for {cards} meets the request",
