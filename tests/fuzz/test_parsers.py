@@ -1,4 +1,4 @@
-"""Every parser of foreign bytes, fuzzed for a second each, or for two minutes each in the full tier."""
+"""Every parser of foreign bytes, fuzzed for a second each, or for two minutes each in the nightly stress tests."""
 
 import os
 import subprocess
