@@ -112,6 +112,8 @@ def test_contradictions_are_refused() -> None:
         choose_strategy("ddp", ranks=4, sizes=SMALL, memory_bytes=GiB, sharding=Sharding())
     with pytest.raises(Impossible, match="ddp does not support"):
         build_strategy("ddp", WORLD, sharding=Sharding(cpu_offload=True))
+    with pytest.raises(Impossible, match="find_unused_parameters was requested with fsdp"):
+        build_strategy("fsdp", WORLD, find_unused_parameters=True)
 
 
 @pytest.mark.parametrize(

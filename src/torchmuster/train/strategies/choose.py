@@ -140,6 +140,12 @@ def build_strategy(
     find_unused_parameters: bool = False,
 ) -> Strategy:
     """Create a strategy by its name. ``find_unused_parameters`` is ddp's, ``sharding`` fsdp's."""
+    if find_unused_parameters and name != "ddp":
+        raise Impossible(
+            f"find_unused_parameters was requested with {name}",
+            why="only ddp waits for the gradient of every parameter",
+            fix="remove it",
+        )
     if name == "fsdp":
         from torchmuster.train.strategies.fsdp import Fsdp
 
