@@ -1,6 +1,7 @@
 """Weights as a folder for others: every tensor bit by bit, under its own name, and nothing half done."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,25 @@ def test_a_large_model_becomes_several_files_and_a_map(tmp_path: Path) -> None:
     for file in done.files:
         names = {name for name, place in index["weight_map"].items() if place == file}
         assert names == set(load_file(tmp_path / "out" / file))
+
+
+class _Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_in_place_of_weights_is_not_executed(tmp_path: Path) -> None:
+    saved = save(FolderStore(tmp_path / "c"), 5)
+    for file in (tmp_path / "c" / saved.name).glob("*.safetensors"):
+        file.write_bytes(pickle.dumps(_Bomb(tmp_path / "executed")))
+    with pytest.raises(MusterError, match="its files are damaged"):
+        export(tmp_path, saved)
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
 def test_what_cannot_be_written_leaves_nothing(

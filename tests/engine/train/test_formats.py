@@ -114,6 +114,14 @@ def test_answers_are_found_with_and_without_marks(
     )
 
 
+def test_the_names_of_sharegpt_are_read_as_a_chat(tokenizer: TransformersTokenizer) -> None:
+    messages = [{"from": "human", "value": "two foxes?"}, {"from": "gpt", "value": "2 foxes"}]
+    record = {"conversations": messages}
+    assert RecordFormat().recognize(record).value == "chat"
+    expected = tokens_of({"messages": CHATS[0]}, tokenizer, kind="chat")
+    assert tokens_of(record, tokenizer, kind="chat") == expected
+
+
 def test_a_template_that_changes_earlier_answers(
     model: Path, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from made_up_worlds import made_up_world
 from torchmuster.errors import Impossible, MusterError
 from torchmuster.train.data.step import MicroBatch, Step
+from torchmuster.train.loss_scale import LossScale
 from torchmuster.train.precision import FP16
 from torchmuster.train.step import TrainStep
 from torchmuster.train.strategies.single import Single
@@ -98,6 +99,15 @@ def test_whatever_the_dtypes_of_gradients_only_numbers_are_applied(
         assert update.apply().applied == (at_fault == 1 or bad == 3e38)
 
 
+@pytest.mark.parametrize("factor", [1.0, float("nan")])
+def test_a_bad_number_in_a_sparse_gradient_is_found(factor: float) -> None:
+    table = nn.Embedding(3, 1, sparse=True)
+    update = update_of(table)
+    for _ in update.accumulate(step_of([1], samples=1)):
+        update.backward(table(torch.tensor([0, 0])).sum() * factor)
+    assert update.apply().applied == (factor == 1.0)
+
+
 def test_a_loss_scale_can_be_kept_as_json_and_gone_on_from(model: nn.Linear) -> None:
     first = update_of(model, precision=FP16, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
     for micro in first.accumulate(step_of([4], samples=4)):
@@ -114,6 +124,17 @@ def test_a_loss_scale_can_be_kept_as_json_and_gone_on_from(model: nn.Linear) -> 
     in_fp32 = update_of(model)
     in_fp32.restore(kept)
     assert in_fp32.state() == {"loss_scale": None}
+
+
+def test_fp16_that_does_not_suffice_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    scale = LossScale(WORLD)
+    for _ in range(2):
+        scale.count(1.0, applied=False)
+    for number in range(2, 106):
+        scale.count(64.0, applied=number % 10 != 0)
+    below, many = (record.message for record in caplog.records)
+    assert "the loss scale has fallen below 1" in below
+    assert "more than 5% of the steps were skipped" in many
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

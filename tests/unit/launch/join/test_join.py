@@ -68,6 +68,16 @@ def test_the_launcher_frees_the_place_of_a_lost_machine() -> None:
     with_host(scene)
 
 
+def test_a_name_cannot_control_the_hosts_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(host: Host) -> None:
+        monkeypatch.setattr("platform.node", lambda: "evil\x1b[2J\n")
+        machine = await join(host.code)
+        assert host.transport.places == ["evil�[2J�"]
+        await machine.close()
+
+    with_host(scene)
+
+
 def test_several_addresses_share_one_port_and_the_first_that_answers_is_taken() -> None:
     async def scene() -> None:
         async with open_host(addresses=("127.0.0.1", "127.0.0.2", "::1")) as host:
