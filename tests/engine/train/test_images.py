@@ -37,6 +37,8 @@ def test_labels_are_the_places_of_the_subfolders_among_the_classes(tmp_path: Pat
     assert samples[1]["pixel_values"].tolist() == [21, 24]
     held = tiny_models.make_images(tmp_path / "held", ["eels"])
     assert int(ImageFolder(str(held), _process, ("cats", "dogs", "eels"))[0]["labels"]) == 2
+    with pytest.raises(Impossible, match="classes that the training data do not have"):
+        ImageFolder(str(held), _process, ("cats", "dogs"))
 
 
 def test_a_truncated_image_is_named_when_it_is_read(tmp_path: Path) -> None:

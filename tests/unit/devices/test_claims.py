@@ -467,6 +467,24 @@ def test_a_claim_that_cannot_be_opened_counts_as_held(
         assert claim_files(place) == [file]
 
 
+def test_a_file_is_locked_before_it_has_its_name_and_refused_without_locks(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire(place, DeviceRequest(count=8)).release()
+    seen: list[str] = []
+
+    def refuse(file: int, how: int) -> None:
+        seen.extend(path.name for path in (place / "queue").iterdir())
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(Impossible, match="cannot be claimed"):
+            tickets.Ticket(place / "queue", 1, [])
+    assert [name[0] for name in seen] == ["."]
+    assert list((place / "queue").iterdir()) == []
+
+
 def test_files_are_for_their_owner_to_write_and_for_all_to_read(place: Path) -> None:
     before = os.umask(0o077)
     try:

@@ -134,6 +134,20 @@ def test_anybody_else_is_told_nothing_and_the_next_caller_is_served(words: bytes
     assert asyncio.run(run()) == (b"", NONCE.encode() + b"\n")
 
 
+def test_a_silent_caller_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "PATIENCE_S", 0.05)
+
+    async def run() -> bytes:
+        port = await opened()
+        await port.answer(NONCE)
+        try:
+            return await asyncio.wait_for(say("127.0.0.2", port.port, b"muster-"), GIVE_UP_S)
+        finally:
+            await port.close()
+
+    assert asyncio.run(run()) == b""
+
+
 def test_the_kept_socket_still_listens_and_the_others_do_not() -> None:
     async def run() -> None:
         port = await opened()
