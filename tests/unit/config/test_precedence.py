@@ -69,16 +69,13 @@ def resolved(
     return result.values()[path], result.sources[path].where
 
 
-ONE_OF_EACH_TYPE = list({str(leaf.type): path for path, leaf in fields.leaves().items()}.values())
-
-
 def test_the_default_counts_where_nothing_is_written() -> None:
     result = resolve_settings()
     for path, leaf in fields.leaves().items():
         assert (result.values()[path], result.sources[path].where) == (leaf.default, "default")
 
 
-@pytest.mark.parametrize("path", ONE_OF_EACH_TYPE)
+@pytest.mark.parametrize("path", fields.leaves())
 def test_the_strongest_place_counts(path: str, tmp_path: Path) -> None:
     (weak, weak_value), (strong, strong_value) = samples(path)
     assert weak_value != strong_value
