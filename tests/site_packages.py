@@ -73,6 +73,6 @@ def surroundings(
         "environment": {},
         "folder": Path("/nowhere"),
         "package_folders": tuple(one.folder for one in site_packages),
-        "look": lambda: on or node(),
+        "take_snapshot": lambda: on or node(),
     }
     return Surroundings(**{**usual, **fields})

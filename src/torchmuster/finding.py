@@ -83,15 +83,17 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 def exit_code(findings: Iterable[Finding]) -> ExitCode:
     """Return FAILED if any finding is a failure, else GOOD."""
-    failed = any(finding.status is Status.FAILURE for finding in findings)
-    return ExitCode.FAILED if failed else ExitCode.GOOD
+    if any(finding.status is Status.FAILURE for finding in findings):
+        return ExitCode.FAILED
+    return ExitCode.GOOD
 
 
 def render(findings: Iterable[Finding], *, width: int = 100, colour: bool = False) -> str:
     """Render findings for a terminal, worst first: a headline each, then why, fix and evidence."""
-    return "\n".join(
-        line for finding in worst_first(findings) for line in _lines_of(finding, width, colour)
-    )
+    lines: list[str] = []
+    for finding in worst_first(findings):
+        lines += _lines_of(finding, width, colour)
+    return "\n".join(lines)
 
 
 def _lines_of(finding: Finding, width: int, colour: bool) -> Iterable[str]:

@@ -105,10 +105,10 @@ def rank_list(ranks: Iterable[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    if len(words) > _PIECES_OF_A_LIST:
-        return f"{','.join(words[:_PIECES_OF_A_LIST])},… ({len(ordered)} in total)"
-    return ",".join(words)
+    pieces = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    if len(pieces) > _PIECES_OF_A_LIST:
+        return f"{','.join(pieces[:_PIECES_OF_A_LIST])},… ({len(ordered)} in total)"
+    return ",".join(pieces)
 
 
 def rank_text(ranks: Iterable[int]) -> str:

@@ -76,8 +76,10 @@ def parse_json(text: bytes | str) -> Any:
 def _refuse_depth(content: Any) -> None:
     level = [content]
     for _ in range(MOST_DEPTH):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item
+        level = [part for part in inner if isinstance(part, dict | list)]
         if not level:
             return
     raise Unreadable(f"nested more than {MOST_DEPTH} levels deep")

@@ -42,7 +42,7 @@ class NewestCheckpoint:
     rejected: tuple[Finding, ...] = ()
 
 
-def look_at_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
+def inspect_checkpoint(store: Store, name: str) -> tuple[Manifest | None, list[Finding]]:
     """Read the manifest and compare the set of files and their sizes, which is fast; [] if all match.
 
     The manifest is None if none can be read. Another file of tensors is damage too: torch reads every
@@ -99,7 +99,7 @@ def verify_checkpoint(
     store: Store, name: str, *, on_bytes: Callable[[int], None] = lambda count: None
 ) -> list[Finding]:
     """Read every file of a checkpoint; [] if all are intact. Call ``on_bytes`` for each file."""
-    manifest, findings = look_at_checkpoint(store, name)
+    manifest, findings = inspect_checkpoint(store, name)
     if manifest is not None and not findings:
         for file, record in manifest.files.items():
             findings += verify_file(store, name, file, record)

@@ -17,7 +17,7 @@ from torchmuster.checkpoints.manifest import Manifest, best_manifest, committed_
 from torchmuster.checkpoints.store import Store, open_store, step_of
 from torchmuster.checkpoints.verify import (
     UNFINISHED,
-    look_at_checkpoint,
+    inspect_checkpoint,
     newest_first,
     verify_checkpoint,
 )
@@ -168,7 +168,7 @@ def list_checkpoints(options: ListOptions) -> int:
     store, _ = find_store(options.place, options.runs)
     seen = []
     for name in names_of(store, ""):
-        manifest, findings = look_at_checkpoint(store, name)
+        manifest, findings = inspect_checkpoint(store, name)
         seen.append(CheckpointState(name=name, manifest=manifest, findings=findings))
     best = best_manifest(row.manifest for row in seen if row.manifest is not None)
     described = []
@@ -314,7 +314,7 @@ def _newest_good(store: Store, wanted: str) -> Manifest:
 def _verified(store: Store, name: str) -> CheckpointState:
     """Read a checkpoint, with progress, and return what is wrong with it."""
     findings = verify_checkpoint(store, name, on_bytes=_progress(f"{name}: read"))
-    manifest, _ = look_at_checkpoint(store, name)
+    manifest, _ = inspect_checkpoint(store, name)
     return CheckpointState(name=name, manifest=manifest, findings=findings)
 
 

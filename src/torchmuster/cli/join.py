@@ -75,7 +75,7 @@ async def _join(code: "JoinCode") -> int:
     output.say_event("joined; waiting for the host to start the run; Ctrl-C leaves")
     agent = NodeAgent(channel, folder=folder, tell=output.say_event)
     exit_code = await agent.run()
-    output.say_event(agent.words or "the host has stopped the run")
+    output.say_event(agent.why_exited or "the host has stopped the run")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread may still be waiting for GPUs

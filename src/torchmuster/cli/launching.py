@@ -126,10 +126,10 @@ def _lines_of_this_host(spec: JobSpec) -> list[str]:
     """Return the devices that this host would claim now, and why these."""
     from torchmuster.launch import protocol
     from torchmuster.launch.launcher.session import environment_of
-    from torchmuster.launch.node.device_lease import look_at_devices
+    from torchmuster.launch.node.device_lease import preview_devices
     from torchmuster.launch.node.process_cleanup import TOKEN_VARIABLE
 
-    lease = look_at_devices(
+    lease = preview_devices(
         protocol.Prepare(
             run_id="",
             token=TOKEN_VARIABLE,

@@ -14,7 +14,7 @@ from torchmuster.redaction import printable
 def identify_process(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the devices with every process's owner, command and times filled in."""
     pids = {process.pid for device in devices for process in device.processes}
-    known = {pid: _look_up(pid) for pid in pids}
+    known = {pid: _read_process(pid) for pid in pids}
     return tuple(
         dataclasses.replace(
             device,
@@ -28,7 +28,7 @@ def identify_process(devices: Sequence[Device]) -> tuple[Device, ...]:
     )
 
 
-def _look_up(pid: int) -> dict[str, Any]:
+def _read_process(pid: int) -> dict[str, Any]:
     """Read what the system allows; a process that has exited or is hidden stays unidentified."""
     try:
         process = psutil.Process(pid)

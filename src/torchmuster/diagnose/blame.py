@@ -5,6 +5,7 @@ be the fault of either end. Hosts and ranks, connections, speeds and wrong value
 """
 
 import enum
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def blame(bad: Collection[Direction], known: Collection[Direction] | None = None
     others is the cause. A direction from an end to itself is that end's fault.
     """
     tested = set(bad if known is None else known)
-    ends = sorted({end for direction in tested for end in direction})
+    ends = sorted(set(itertools.chain.from_iterable(tested)))
     left = set(bad)
     if known is not None and len(ends) > _FEWEST_OTHERS and left == tested:
         return [Blame(kind=Blamed.EVERYTHING, directions=tuple(sorted(left)))]
@@ -58,9 +59,10 @@ def blame(bad: Collection[Direction], known: Collection[Direction] | None = None
     while left:
         direction = min(left)
         back = (direction[1], direction[0])
-        kind = Blamed.LINK if back in left else Blamed.DIRECTION
-        directions = (direction, back) if back in left else (direction,)
-        causes.append(Blame(kind=kind, directions=directions))
+        if back in left:
+            causes.append(Blame(kind=Blamed.LINK, directions=(direction, back)))
+        else:
+            causes.append(Blame(kind=Blamed.DIRECTION, directions=(direction,)))
         left -= {direction, back}
     return causes
 
@@ -82,8 +84,8 @@ def _most_to(
             (Blamed.OUT_OF, out_of),
         ):
             explained = own & left
-            others = {other for direction in explained for other in direction} - {end}
-            if len(others) < _FEWEST_OTHERS or not own <= bad:
+            opposite = set(itertools.chain.from_iterable(explained)) - {end}
+            if len(opposite) < _FEWEST_OTHERS or not own <= bad:
                 continue
             if best is None or len(explained) > len(best.directions):
                 best = Blame(kind=kind, end=end, directions=tuple(sorted(explained)))

@@ -64,7 +64,7 @@ class Surroundings:
     """The host as a check sees it; tests replace it.
 
     Files are read by their usual path (``/proc/meminfo``) below ``root``. ``outputs`` maps command
-    lines to recorded outputs of another system; if it is set, no program is started. ``look`` takes
+    lines to recorded outputs of another system; if it is set, no program is started. ``take_snapshot`` takes
     one snapshot of the accelerators and caches it; ``package_folders`` is the search path of
     ``python``.
     """
@@ -76,7 +76,9 @@ class Surroundings:
     folder: Path = field(default_factory=Path.cwd)  # the folder for runs
     outputs: Mapping[str, str] | None = None
     package_folders: tuple[Path, ...] = field(default_factory=_package_folders)
-    look: Callable[[], Node] = field(default_factory=lambda: SharedSnapshot(snapshot.take_snapshot))
+    take_snapshot: Callable[[], Node] = field(
+        default_factory=lambda: SharedSnapshot(snapshot.take_snapshot)
+    )
 
     def path(self, usual: str) -> Path:
         """Return the path of a file of the host: ``/proc/meminfo`` below the root."""
@@ -89,13 +91,13 @@ class Surroundings:
         except OSError:
             return None
 
-    def output(self, words: Sequence[str], *, within_s: float = 3.0) -> str | None:
+    def output(self, command: Sequence[str], *, within_s: float = 3.0) -> str | None:
         """Return what a program prints on stdout; None if it is missing, fails or times out."""
         if self.outputs is not None:
-            return self.outputs.get(" ".join(words))
+            return self.outputs.get(" ".join(command))
         try:
             done = subprocess.run(
-                list(words),
+                list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

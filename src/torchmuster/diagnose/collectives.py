@@ -1,5 +1,6 @@
 """Turn the records of the collectives probe into findings that name rank, host and device."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -191,7 +192,7 @@ def _slow_pairs(records: Sequence[RankRecord]) -> Iterator[Finding]:
             if speed < min(_SLOW_PAIR * median, _SLOW_PAIR_BYTES_PER_S if on_cpu else median):
                 slow.append(direction)
         for cause in blame(slow, speeds):
-            ranks = sorted({rank for pair in cause.directions for rank in pair})
+            ranks = sorted(set(itertools.chain.from_iterable(cause.directions)))
             if cause.end is not None:
                 ranks = [cause.end]
             lines = []

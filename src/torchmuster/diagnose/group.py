@@ -149,7 +149,7 @@ class GroupCheck:
         await self._transport.open(session.hosts.arrive)
         absent = await session.hosts.gather()
         if session.is_many:
-            self._console.say(session.hosts.words())
+            self._console.say(session.hosts.describe())
         for place, trouble in absent.items():
             hosts = (self._transport.places[place],)
             self._findings.append(dataclasses.replace(trouble, hosts=hosts))

@@ -1,5 +1,6 @@
 """The result of a group check: the hosts, the tested links, and the findings."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -51,7 +52,7 @@ def failing_hosts(findings: Iterable[Finding]) -> list[str]:
     failing = [hosts[0] for hosts in failures if len(hosts) == 1]
     left = [hosts for hosts in failures if len(hosts) > 1 and not set(hosts) & set(failing)]
     while left:
-        counts = Counter(host for hosts in left for host in hosts)
+        counts = Counter(itertools.chain.from_iterable(left))
         worst = max(counts, key=lambda host: counts[host])
         failing.append(worst)
         left = [hosts for hosts in left if worst not in hosts]

@@ -3,6 +3,7 @@
 Pairs of one round can be measured in parallel without disturbing each other.
 """
 
+import itertools
 from collections.abc import Iterable
 
 Pair = tuple[int, int]
@@ -29,7 +30,7 @@ def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
     rounds: list[list[Pair]] = []
     for pair in pairs:
         for members in rounds:
-            busy = {member for chosen in members for member in chosen}
+            busy = set(itertools.chain.from_iterable(members))
             if busy.isdisjoint(pair):
                 members.append(pair)
                 break

@@ -21,7 +21,7 @@ def when_imported(name: str, call: OnImport) -> None:
         with contextlib.suppress(Exception):
             call(module)
         return
-    if not any(isinstance(one, _Finder) for one in sys.meta_path):
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _wanted.setdefault(name, []).append(call)
 

@@ -33,8 +33,8 @@ class MusterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         numbers = dict(logs or {})
         if recording.recorder is None or "loss" not in numbers:
             return
-        kept = {k: v for k, v in numbers.items() if not k.startswith(_SUMMARY)}
-        recording.recorder.log(kept, int(state.global_step))
+        values = {k: v for k, v in numbers.items() if not k.startswith(_SUMMARY)}
+        recording.recorder.log(values, int(state.global_step))
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any

@@ -105,12 +105,12 @@ def is_ours(command: Sequence[str]) -> bool:
     return bool(command) and command[0].startswith("torchmuster.")
 
 
-def parse_hosts(words: Sequence[str]) -> tuple[Host, ...]:
+def parse_hosts(arguments: Sequence[str]) -> tuple[Host, ...]:
     """Parse ``a,b:4,c``: names that ssh knows, each with an optional number of ranks.
 
     An IPv6 address is in brackets: ``[fe80::1]:2``.
     """
-    items = [item.strip() for word in words for item in word.split(",") if item.strip()]
+    items = [item.strip() for argument in arguments for item in argument.split(",") if item.strip()]
     hosts = tuple(_host(item) for item in items)
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})

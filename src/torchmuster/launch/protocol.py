@@ -194,10 +194,10 @@ class Alive(Message, frozen=True, kw_only=True, tag="alive", omit_defaults=True)
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
-    """The run is over for this node agent; ``words`` is printed on its terminal."""
+    """The run is over for this node agent; ``text`` is printed on its terminal."""
 
     exit_code: ExitStatus
-    words: str
+    text: str
 
 
 # ---- from a node agent
@@ -261,12 +261,12 @@ class Output(Message, frozen=True, kw_only=True, tag="output", omit_defaults=Tru
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks that were asked to stop and are still alive; they are killed in ``left_s`` seconds.
 
-    ``asked``: the signal by which this node agent, and not the launcher, was asked to stop; "" if a rank failed.
+    ``stop_signal``: the signal by which this node agent, and not the launcher, was asked to stop; "" if a rank failed.
     """
 
     ranks: tuple[Integer, ...]
     left_s: float
-    asked: str = ""
+    stop_signal: str = ""
 
 
 class Heartbeats(Message, frozen=True, kw_only=True, tag="heartbeats"):
@@ -284,11 +284,13 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
     good: bool
     failures: tuple[Failure, ...] = ()
     finished: tuple[Integer, ...] = ()  # if some failed: the ranks whose script had finished
-    words: str = ""  # error of the agent itself, if it and not a rank failed
+    text: str = ""  # error of the agent itself, if it and not a rank failed
     killed: tuple[
         Integer, ...
     ] = ()  # the ranks that had not stopped when the grace period was over
-    asked: str = ""  # the signal by which this node agent, and not the launcher, was asked to stop
+    stop_signal: str = (
+        ""  # the signal by which this node agent, and not the launcher, was asked to stop
+    )
 
 
 ToAgent = Annotated[

@@ -100,7 +100,9 @@ class GPUMonitor:
                 values["steps_per_s"] = (step - self._last[0]) / (now_s - self._last[1])
             self._values, self._last = values, (step, now_s)
             devices = () if self._node is None else self._node.accelerators
-        gpus = {name: one for device in devices for name, one in device_numbers(device).items()}
+        gpus: dict[str, float] = {}
+        for device in devices:
+            gpus |= device_numbers(device)
         self._draw({f"train/{name}": value for name, value in values.items()} | gpus, step)
         return {**values, **gpus}
 

@@ -81,7 +81,7 @@ def computing_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def backward_under_way() -> int | None:
+def current_backward() -> int | None:
     """Return the operation whose backward is running or has just returned; None outside."""
     node: Any = torch._C._current_autograd_node() if computing_backward() else None
     return None if node is None else int(node._sequence_nr())

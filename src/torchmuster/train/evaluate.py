@@ -58,10 +58,10 @@ def evaluate(
         {name: [float(number) for number in pair] for name, pair in sums.items()}, world
     )
     names = dict.fromkeys(name for of_rank in sums_of_ranks for name in of_rank)
-    return {
-        name: _mean([of_rank[name] for of_rank in sums_of_ranks if name in of_rank])
-        for name in names
-    }
+    means = {}
+    for name in names:
+        means[name] = _mean([of_rank[name] for of_rank in sums_of_ranks if name in of_rank])
+    return means
 
 
 @dataclass(frozen=True)

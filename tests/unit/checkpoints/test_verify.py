@@ -16,7 +16,7 @@ from made_up_checkpoints import SHARD, Whole, save, write
 from torchmuster.checkpoints.manifest import MARKER, FileRecord, Manifest
 from torchmuster.checkpoints.store import FolderStore
 from torchmuster.checkpoints.verify import (
-    look_at_checkpoint,
+    inspect_checkpoint,
     newest_good,
     verify_checkpoint,
 )
@@ -124,7 +124,7 @@ def test_sizes_are_enough_for_a_quick_look_and_hashes_for_the_truth(tmp_path: Pa
     store = FolderStore(tmp_path)
     manifest = save(store, 20)
     _flipped(tmp_path / manifest.name / SHARD.format(1))
-    assert look_at_checkpoint(store, manifest.name) == (manifest, [])
+    assert inspect_checkpoint(store, manifest.name) == (manifest, [])
     read: list[int] = []
     assert len(verify_checkpoint(store, manifest.name, on_bytes=read.append)) == 1
     assert sum(read) == manifest.size_bytes

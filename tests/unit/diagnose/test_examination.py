@@ -77,10 +77,10 @@ def test_devices_that_do_not_answer_are_one_finding(released: threading.Event) -
         return node()
 
     def looks(surroundings: Surroundings) -> list[Finding]:
-        surroundings.look()
+        surroundings.take_snapshot()
         return [found()]
 
-    here = Surroundings(look=SharedSnapshot(take, within_s=0.2))
+    here = Surroundings(take_snapshot=SharedSnapshot(take, within_s=0.2))
     examined = run_checks(here, [a_check("1", looks), a_check("2", looks), a_check()])
     silent, _ = examined  # two checks have waited for the same driver
     assert (silent.name, silent.status) == ("check-hangs", Status.WARNING)

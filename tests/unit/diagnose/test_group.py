@@ -374,4 +374,4 @@ def test_a_transport_that_fails_is_the_reason_that_hosts_are_given(scene: Scene)
         scene.play(transport=Fails)
     (leave,) = scene.machines[0].of(protocol.Leave)
     assert leave.exit_code == 1
-    assert "the door is shut" in leave.words
+    assert "the door is shut" in leave.text

@@ -150,7 +150,7 @@ def test_a_request_to_stop_that_comes_with_the_start_is_not_lost(tmp_path: Path)
         assert isinstance(ended, protocol.Ended)
         assert ended.attempt == 3
         assert process_cleanup.processes_of(it.token) == []
-        it.end.say(protocol.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, text="over"))
 
     Scene(tmp_path, _FOREVER).play(scene)
 
@@ -173,7 +173,7 @@ def test_a_launcher_that_goes_while_ranks_are_starting_leaves_none(tmp_path: Pat
         it.end.say(it.start, None)
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert agent.words == "the launcher is gone"
+    assert agent.why_exited == "the launcher is gone"
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -201,7 +201,7 @@ def test_a_launcher_that_never_says_a_word_is_not_waited_for(
         await it.end.hear(protocol.Hello)
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert "no message from the launcher" in agent.words
+    assert "no message from the launcher" in agent.why_exited
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -214,9 +214,9 @@ def test_a_launcher_of_this_host_may_be_silent_for_long(
     async def scene(it: Scene) -> None:
         await it.end.hear(protocol.Hello)
         await asyncio.sleep(1.5)
-        it.end.say(protocol.Leave(exit_code=1, words="over"))
+        it.end.say(protocol.Leave(exit_code=1, text="over"))
 
-    assert Scene(tmp_path, _FOREVER).play(scene, is_local=True).words == "over"
+    assert Scene(tmp_path, _FOREVER).play(scene, is_local=True).why_exited == "over"
 
 
 _SAVES = """
@@ -241,7 +241,7 @@ def test_ranks_may_save_when_the_launcher_falls_silent(tmp_path: Path) -> None:
             await asyncio.sleep(0.1)
 
     agent = Scene(tmp_path, _SAVES).play(scene)
-    assert "no message from the launcher" in agent.words
+    assert "no message from the launcher" in agent.why_exited
     assert (tmp_path / "saved").exists()
 
 
@@ -271,10 +271,10 @@ def test_an_agent_that_was_held_up_itself_does_not_take_its_launcher_for_silent(
         reads = clock.reads
         while clock.reads < reads + 10:  # by then it has looked again
             await asyncio.sleep(0.01)
-        it.end.say(protocol.Leave(exit_code=1, words="over"))
+        it.end.say(protocol.Leave(exit_code=1, text="over"))
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert agent.words == "over"
+    assert agent.why_exited == "over"
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -292,9 +292,9 @@ def test_an_agent_that_cannot_go_on_watching_says_so_and_ends_the_ranks(
         ended = await it.end.hear(protocol.Ended)
         assert isinstance(ended, protocol.Ended)
         assert not ended.good
-        assert ended.words.endswith("OSError: the disk has gone")
+        assert ended.text.endswith("OSError: the disk has gone")
         assert process_cleanup.processes_of(it.token) == []
-        it.end.say(protocol.Leave(exit_code=1, words="over"))
+        it.end.say(protocol.Leave(exit_code=1, text="over"))
 
     Scene(tmp_path, _FOREVER).play(scene)
 
@@ -317,7 +317,7 @@ def test_where_the_logs_are_kept_the_end_waits_for_no_backlog(tmp_path: Path) ->
         await it.started()
         await it.end.hear(protocol.Ended)
         assert f" MiB left out here: see {logs}/rank-0.log\n" in it.end.output()
-        it.end.say(protocol.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, text="over"))
 
     one.play(scene)
     assert (logs / "rank-0.log").read_text().count("line ") == _LINES
@@ -331,7 +331,7 @@ def test_launcher_whose_bytes_cause_any_other_error_is_given_up(tmp_path: Path) 
         it.end.say(RecursionError("too deep"))
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert agent.words.endswith(": too deep")
+    assert agent.why_exited.endswith(": too deep")
 
 
 @pytest.mark.usefixtures("own_machine")
@@ -344,7 +344,7 @@ def test_a_launcher_that_cannot_be_understood_is_given_up(tmp_path: Path) -> Non
         it.end.say(garbled)
 
     agent = Scene(tmp_path, _FOREVER).play(scene)
-    assert agent.words.endswith(f": {garbled}")
+    assert agent.why_exited.endswith(f": {garbled}")
 
 
 _OWN_SESSION = """\
@@ -368,7 +368,7 @@ def test_ctrl_c_at_its_own_terminal_is_leaving_and_is_the_agent_s_to_deal_with(
 
     one = Scene(tmp_path, _OWN_SESSION)
     agent = one.play(scene, tell=lambda _: None)
-    assert agent.words == "left the run after Ctrl-C"
+    assert agent.why_exited == "left the run after Ctrl-C"
     assert one.code == 130
 
 
@@ -381,13 +381,13 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGUSR1)
         await later.wait()
-        it.end.say(protocol.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, text="over"))
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         one = Scene(tmp_path, _FOREVER)
         agent = one.play(scene)
-        assert (agent.words, one.code) == ("over", 0)
+        assert (agent.why_exited, one.code) == ("over", 0)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -404,7 +404,7 @@ def test_a_machine_that_joined_runs_the_script_in_its_own_folder(tmp_path: Path)
         assert isinstance(ended, protocol.Ended)
         assert ended.good
         assert it.end.output().split() == [str(tmp_path)]
-        it.end.say(protocol.Leave(exit_code=0, words="over"))
+        it.end.say(protocol.Leave(exit_code=0, text="over"))
 
     one.play(scene, tell=shown.append, folder=tmp_path)
     assert shown[0].startswith(f"will run in {tmp_path}: ")
@@ -416,7 +416,7 @@ def test_an_agent_that_has_ended_handles_no_signal_to_end(tmp_path: Path) -> Non
 
     async def go() -> None:
         end = FakeEnd()
-        end.say(protocol.Leave(exit_code=1, words="over"))
+        end.say(protocol.Leave(exit_code=1, text="over"))
         await NodeAgent(end).run()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):

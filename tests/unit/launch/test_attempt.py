@@ -69,7 +69,7 @@ def test_every_rank_is_told_who_it_is(tmp_path: Path, tokens: list[str]) -> None
         running = attempt.running()
         await running.start()
         ended = await running.watch()
-        assert (ended.good, ended.failures, ended.words) == (True, (), "")
+        assert (ended.good, ended.failures, ended.text) == (True, (), "")
         for local_rank, rank in enumerate((4, 5)):
             expected = (
                 f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 "
@@ -286,7 +286,7 @@ def test_failing_rank_is_named_and_others_are_killed_after_grace(
         await running.start()
         ended = await asyncio.wait_for(running.watch(), GIVE_UP_S)
         assert failed(ended) == [(5, code), (4, -9)]
-        assert (ended.words, ended.killed) == ("", (4,))
+        assert (ended.text, ended.killed) == ("", (4,))
 
     asyncio.run(go())
 
@@ -317,7 +317,7 @@ def test_ranks_that_end_as_asked_have_not_failed(tmp_path: Path, tokens: list[st
         running.stop(100.0)
         ended = await asyncio.wait_for(watching, GIVE_UP_S)
         assert (ended.good, failed(ended)) == (False, [])
-        assert "SIGTERM" in ended.words
+        assert "SIGTERM" in ended.text
 
     asyncio.run(go())
 

@@ -134,13 +134,13 @@ def _descendant(pid: int) -> int:
 
 def _await_state(pid: int, wanted: str) -> None:
     deadline = time.monotonic() + GIVE_UP_S
-    while (stat := heartbeats.look_at_process(pid)) is None or stat.state != wanted:
+    while (stat := heartbeats.read_process(pid)) is None or stat.state != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def _cpu_s(pid: int) -> float:
-    stat = heartbeats.look_at_process(pid)
+    stat = heartbeats.read_process(pid)
     assert stat is not None
     return stat.cpu_s
 

@@ -85,7 +85,7 @@ def test_only_the_first_end_of_this_attempt_counts() -> None:
         await said(channel, protocol.Ended(attempt=0, good=True), protocol.Done())
         await starting
         assert not node.ended
-        failed = protocol.Ended(attempt=1, good=False, words="out of memory")
+        failed = protocol.Ended(attempt=1, good=False, text="out of memory")
         # To a late request to stop it answers that nothing runs any more.
         await said(channel, failed, protocol.Ended(attempt=1, good=True))
         assert node.ended == failed

@@ -45,10 +45,8 @@ def failure(
     )
 
 
-def ended(host: str, *failures: protocol.Failure, at_s: float = 100.0, words: str = "") -> NodeExit:
-    message = protocol.Ended(
-        attempt=0, good=not (failures or words), failures=failures, words=words
-    )
+def ended(host: str, *failures: protocol.Failure, at_s: float = 100.0, text: str = "") -> NodeExit:
+    message = protocol.Ended(attempt=0, good=not (failures or text), failures=failures, text=text)
     return NodeExit(host=host, ended=message, ended_s=at_s)
 
 
@@ -318,7 +316,7 @@ def test_an_agent_that_failed_itself_is_named_with_its_error() -> None:
         "the ranks' store exited with code 1\nW UserWarning: Failed to initialize NumPy: No module "
         "named 'numpy'\nTraceback (most recent call last):\nImportError: libcudart.so.12: cannot open"
     )
-    finding = judged(ended("a", words=words))
+    finding = judged(ended("a", text=words))
     assert finding.name == "agent-failed"
     assert finding.what.endswith("ImportError: libcudart.so.12: cannot open")
     assert finding.evidence == words
@@ -326,9 +324,9 @@ def test_an_agent_that_failed_itself_is_named_with_its_error() -> None:
 
 def test_agents_that_were_ended_are_not_to_blame() -> None:
     finding = judged(
-        ended("a", words="the ranks were stopped by SIGTERM", at_s=100.2),
-        ended("b", words="the ranks' store exited with code -9", at_s=100.0),
-        ended("c", words="the ranks' store exited with code -9", at_s=107.0),
+        ended("a", text="the ranks were stopped by SIGTERM", at_s=100.2),
+        ended("b", text="the ranks' store exited with code -9", at_s=100.0),
+        ended("c", text="the ranks' store exited with code -9", at_s=107.0),
     )
     assert finding.name == "agent-failed"
     assert finding.what.startswith("b ")

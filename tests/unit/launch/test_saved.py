@@ -27,10 +27,14 @@ def rank(number: int, exit_code: int, what: str = "") -> protocol.Failure:
 
 
 def machine(
-    *failures: protocol.Failure, words: str = "", lost: str = "", told: bool = True, asked: str = ""
+    *failures: protocol.Failure,
+    text: str = "",
+    lost: str = "",
+    told: bool = True,
+    stop_signal: str = "",
 ) -> Any:
     ended = (
-        protocol.Ended(attempt=0, good=False, failures=failures, words=words, asked=asked)
+        protocol.Ended(attempt=0, good=False, failures=failures, text=text, stop_signal=stop_signal)
         if told
         else None
     )
@@ -44,7 +48,7 @@ def machine(
         [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS))],
         [machine(rank(0, 75, WORDS), rank(1, -15))],  # on its way out it was told once more
         [machine(rank(0, 143), rank(1, 75, WORDS))],
-        [machine(rank(0, 75, WORDS), words="the ranks were stopped by SIGTERM")],
+        [machine(rank(0, 75, WORDS), text="the ranks were stopped by SIGTERM")],
         [machine(rank(0, 75, WORDS), lost="its node agent was killed")],  # after it had told
     ],
 )
@@ -92,7 +96,7 @@ def test_whoever_got_the_signal_is_named_and_not_the_rank_that_it_was_passed_on_
     cause = StopCause(origin="SIGTERM to the launcher")
     by_us = saved_after_request(saved, cause, tmp_path)
     assert by_us == Saved(text=f"{SAVED} (SIGTERM to the launcher)")
-    by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), asked="SIGTERM")]
+    by_slurm = [machine(rank(0, 75, WORDS)), machine(rank(1, 75, WORDS), stop_signal="SIGTERM")]
     elsewhere = Saved(text=f"{SAVED} (SIGTERM to the node agent on b)")
     assert saved_after_request(by_slurm, None, tmp_path) == elsewhere
     assert saved_after_request(saved, None, tmp_path) == Saved(text=WORDS)

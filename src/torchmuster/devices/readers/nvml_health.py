@@ -47,14 +47,14 @@ def read_nvml_health() -> dict[str, NvmlHealth]:
         for index in range(count):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                health = _read_one(handle, pynvml.nvmlDeviceGetUUID(handle))
+                health = _read_gpu(handle, pynvml.nvmlDeviceGetUUID(handle))
             except (pynvml.NVMLError, Unreachable):
                 continue  # a GPU that does not answer has its own finding
             found[health.uuid] = health
     return found
 
 
-def _read_one(handle: Any, uuid: str) -> NvmlHealth:
+def _read_gpu(handle: Any, uuid: str) -> NvmlHealth:
     # corrected, uncorrected, waiting for a reset, and whether spare rows have run out
     rows = measure_nvml(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     return NvmlHealth(

@@ -95,7 +95,7 @@ async def _watch_ranks(
     say: Callable[[str], None],
 ) -> None:
     """Watch the ranks until they hang, move, or the time is over."""
-    began_s, has_said = time.monotonic(), False
+    began_s, reported_progress = time.monotonic(), False
 
     async def take_snapshots(host: str) -> None:
         snapshots = await connections[host].ask(
@@ -114,8 +114,8 @@ async def _watch_ranks(
         passed_s = time.monotonic() - began_s
         if watch.judge() is not None or watch.moving or watch.exited or passed_s >= within_s:
             return
-        if not has_said and passed_s >= _PROGRESS_AFTER_S:
-            has_said = True
+        if not reported_progress and passed_s >= _PROGRESS_AFTER_S:
+            reported_progress = True
             say(f"{report.progress(watch)}; watching for up to {within_s:.0f} s")
 
 

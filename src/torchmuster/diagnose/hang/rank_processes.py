@@ -10,7 +10,7 @@ import msgspec
 import psutil
 
 from torchmuster.errors import Impossible
-from torchmuster.launch.node.heartbeats import look_at_process
+from torchmuster.launch.node.heartbeats import read_process
 from torchmuster.redaction import printable
 
 # What torchrun sets, and every launcher that imitates it.
@@ -61,7 +61,7 @@ def ranks_here() -> RanksHere:
     environments: dict[int, Mapping[str, str]] = {}  # of processes that may be ranks
     unreadable = 0
     for pid in psutil.pids():
-        process = look_at_process(pid)
+        process = read_process(pid)
         if process is None or process.state in ("X", "Z"):
             continue
         try:

@@ -24,7 +24,7 @@ from torchmuster.diagnose.hang.rank_processes import uses_gpu
 from torchmuster.errors import Impossible
 from torchmuster.launch import torch_private
 from torchmuster.launch.hangs.observation import BUSY_PROCESSORS
-from torchmuster.launch.node.heartbeats import GONE, cpu_s_with_children, look_at_process
+from torchmuster.launch.node.heartbeats import GONE, cpu_s_with_children, read_process
 from torchmuster.launch.rank import stack
 from torchmuster.launch.rank.stack import StackFrame, ThreadReading
 from torchmuster.redaction import redact_text
@@ -199,7 +199,7 @@ def _waits_for_work(worker: ThreadStack) -> bool:
 
 def _read_usage(pid: int) -> _Usage:
     state, cpu_s = GONE, 0.0
-    process = look_at_process(pid)
+    process = read_process(pid)
     if process is not None:
         state = process.state
         cpu_s = cpu_s_with_children(pid)

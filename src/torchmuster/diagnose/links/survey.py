@@ -75,7 +75,7 @@ async def survey_links(
     try:
         hosts = await asyncio.gather(*map(_open, probes, requests))
         positions = range(len(hosts))
-        calls = [_dial_others(caller, probes[caller], hosts, request) for caller in positions]
+        calls = [_dial_hosts(caller, probes[caller], hosts, request) for caller in positions]
         dials = await asyncio.gather(*calls)
         links = {}
         for caller, called in itertools.permutations(positions, 2):
@@ -134,7 +134,7 @@ async def _dial(probe: LinkProbe, request: Dial) -> Sequence[Dialed]:
     return results
 
 
-async def _dial_others(
+async def _dial_hosts(
     caller: int, probe: LinkProbe, hosts: Sequence[LinkHost], request: Dial
 ) -> Dials:
     """Dial all addresses of all other hosts, and those that do not reply up to three times."""

@@ -29,12 +29,12 @@ _RECOVERY = {
 
 
 def _state(surroundings: Surroundings) -> Iterator[Finding]:
-    node = surroundings.look()
+    node = surroundings.take_snapshot()
     found = [*node.findings, *_prohibited(node), *_slowed(node)]
-    yield from found or [Finding(name="accelerators", status=Status.OK, what=words(node))]
+    yield from found or [Finding(name="accelerators", status=Status.OK, what=summary(node))]
 
 
-def words(node: Node) -> str:
+def summary(node: Node) -> str:
     """Return a short description of a host's accelerators and their driver."""
     whole = [device for device in node.accelerators if device.mig_index is None]
     if not whole:
@@ -73,17 +73,17 @@ def _slowed(node: Node) -> Iterator[Finding]:
 
 def _health(surroundings: Surroundings) -> Iterator[Finding]:
     gpus = []
-    for device in surroundings.look().accelerators:
+    for device in surroundings.take_snapshot().accelerators:
         if device.kind is DeviceKind.CUDA and device.mig_index is None:
             gpus.append(device)
     health = nvml_health.read_nvml_health() if gpus else {}
     for gpu in gpus:
         if gpu.uuid in health:
-            yield from _one(gpu, health[gpu.uuid])
+            yield from _gpu_health(gpu, health[gpu.uuid])
     yield from _nvlinks([gpu for gpu in gpus if not gpu.mig_enabled], health)
 
 
-def _one(device: Device, health: NvmlHealth) -> Iterator[Finding]:
+def _gpu_health(device: Device, health: NvmlHealth) -> Iterator[Finding]:
     label, index = device.label, device.index
     if health.rows_not_remappable:
         yield finding("gpu-memory-failing", label=label, index=index)

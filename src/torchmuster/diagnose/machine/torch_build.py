@@ -86,7 +86,7 @@ def _damage(folder: Path) -> str:
 
 
 def _hardware(surroundings: Surroundings) -> Iterator[Finding]:
-    folder, node = torch_path(surroundings), surroundings.look()
+    folder, node = torch_path(surroundings), surroundings.take_snapshot()
     build = read_build(folder) if folder is not None else None
     kind = node.main_kind
     if build is None or kind not in _VENDORS:

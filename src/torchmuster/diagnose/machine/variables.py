@@ -58,7 +58,7 @@ def _harmful(surroundings: Surroundings) -> Iterator[Finding]:
 
 
 def _devices(surroundings: Surroundings) -> Iterator[Finding]:
-    node = surroundings.look()
+    node = surroundings.take_snapshot()
     shown = visible(node.accelerators, surroundings.environment)
     yield from shown.findings
     if shown.hidden_by and not shown.devices and not shown.findings:

@@ -125,9 +125,9 @@ class _Report:
         if self.failure is None:
             return _headline(self.text)
         if self.exit is known_failures.OUT_OF_MEMORY or not self.text:
-            return self.exit.words
+            return self.exit.text
         if self.code is not None and self.code < 0:
-            return f"{self.exit.words}: {_headline(self.text)}"
+            return f"{self.exit.text}: {_headline(self.text)}"
         return _headline(self.text)
 
 
@@ -207,7 +207,7 @@ def _reports(end: NodeExit) -> list[_Report]:
         text = _error_text(failure)
         reports.append(_Report(host=end.host, at_s=at_s, text=text, failure=failure))
     if not ended.good and not reports:
-        log = ended.words or "the node agent reported no cause"
+        log = ended.text or "the node agent reported no cause"
         texts = filter(None, [log.splitlines()[0], tracebacks.last_error(log)])
         reports.append(_Report(host=end.host, at_s=end.ended_s, text=": ".join(texts), log=log))
     return reports

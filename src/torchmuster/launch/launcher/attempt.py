@@ -18,7 +18,7 @@ from torchmuster.launch.job import JobSpec
 from torchmuster.launch.launcher.hang_monitor import HangMonitor
 from torchmuster.launch.launcher.host import ConnectedHost, HostState
 from torchmuster.launch.launcher.rank_output import ShownOutput
-from torchmuster.launch.launcher.stopping import asked_elsewhere, saved_by_ranks, waiting_text
+from torchmuster.launch.launcher.stopping import agent_stop_origin, saved_by_ranks, waiting_text
 from torchmuster.units import name_several, plural
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Attempt:
             grace_s=self._spec.limits.grace_s,
             hang=hang,
         )
-        if asked_elsewhere(hosts) is None and saved_by_ranks(hosts) is None:
+        if agent_stop_origin(hosts) is None and saved_by_ranks(hosts) is None:
             await asyncio.to_thread(evidence.log_failure, self._run, self.number, finding, ends)
         return finding
 
@@ -256,14 +256,14 @@ async def choose_rendezvous_address(
     spec: JobSpec, hosts: Sequence[ConnectedHost]
 ) -> RendezvousAddress:
     """Open the port on the first host, and choose the address at which all others reach it."""
-    first, *others = hosts
+    first, *other_hosts = hosts
     nonce, limit_s = os.urandom(16).hex(), spec.limits.reach_s
     listening = await first.ask(
         protocol.Listen(nonce=nonce, port=spec.port, address=spec.address),
         protocol.Listening,
         within_s=_LISTENING_WITHIN_S,
     )
-    if not others:
+    if not other_hosts:
         only = listening.addresses[0]
         return RendezvousAddress(address=only.address, port=listening.port, local=(only,))
     from torchmuster.launch.network import reach
@@ -274,10 +274,10 @@ async def choose_rendezvous_address(
     replies = await asyncio.gather(
         *(
             host.ask(request, protocol.Reached, within_s=limit_s + _ANSWER_WITHIN_S)
-            for host in others
+            for host in other_hosts
         )
     )
-    answers = [(host.name, reply) for host, reply in zip(others, replies, strict=True)]
+    answers = [(host.name, reply) for host, reply in zip(other_hosts, replies, strict=True)]
     chosen = reach.choose_address(
         first.name, first.record.system, listening, answers, timeout_s=limit_s
     )

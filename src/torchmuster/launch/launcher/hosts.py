@@ -151,7 +151,7 @@ class Hosts:
         """Return the display name of the host at this place."""
         return self._transport.places[place]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return which hosts have joined: ``2 of 3 joined: a ok, b ok, c missing (…)``."""
         names = self._transport.places
         missing = self._missing()
@@ -215,7 +215,7 @@ class Hosts:
         """Wait until the hosts of an attempt are here: at first for all hosts, later for as many as are needed."""
         if not self._has_begun:
             await self._reconnect(self._lost(self._missing()))
-        async with self._waiting.reporting(self.words):
+        async with self._waiting.reporting(self.describe):
             await self._wait()
         if not self._has_begun:
             self._has_begun = True
@@ -242,7 +242,7 @@ class Hosts:
             self._raise_refusal(missing, is_late=waited_s > self._join_s)
             if waited_s > self._join_s:
                 raise NotNow(
-                    self.words(),
+                    self.describe(),
                     why=f"not enough hosts joined within {self._join_s:.0f} s",
                     fix="start the missing hosts, or wait longer: --set launch.join_timeout=10m",
                 )
@@ -311,7 +311,7 @@ class Hosts:
     async def gather(self) -> dict[int, Finding]:
         """Wait until every host has joined or failed to; return the failures by place."""
         deadline = time.monotonic() + self._join_s
-        async with self._waiting.reporting(self.words):
+        async with self._waiting.reporting(self.describe):
             while not all(map(self._why_absent, self._missing())) and time.monotonic() < deadline:
                 await self._reconnect(self._rejoining(self._missing()))
                 await self._waiting.something_new(0.2)
@@ -370,9 +370,9 @@ class Hosts:
         finally:
             del self._reconnecting[host.place]
 
-    async def leave(self, exit_code: int, words: str) -> None:
+    async def leave(self, exit_code: int, text: str) -> None:
         """Notify every node agent that the run is over, and release all hosts."""
-        message = protocol.Leave(exit_code=exit_code, words=words)
+        message = protocol.Leave(exit_code=exit_code, text=text)
 
         async def leave(host: ConnectedHost) -> None:
             with contextlib.suppress(TimeoutError):

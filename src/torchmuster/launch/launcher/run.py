@@ -31,7 +31,7 @@ from torchmuster.launch.launcher.stopping import (
     KilledRanks,
     Saved,
     StopCause,
-    asked_elsewhere,
+    agent_stop_origin,
     killed_after_request,
     saved_after_request,
     saved_by_ranks,
@@ -212,9 +212,9 @@ class Run:
             )
             refusal = await self._restart(failed, attempt.noticed_unix_s, progress.resume)
             if refusal is not None:
-                elsewhere = asked_elsewhere(hosts)
-                if elsewhere is not None:
-                    return self._stopped(hosts, StopCause(origin=elsewhere))
+                origin = agent_stop_origin(hosts)
+                if origin is not None:
+                    return self._stopped(hosts, StopCause(origin=origin))
                 return self._failed(with_reason(finding, refusal))
 
     def _saved(self, hosts: Sequence[ConnectedHost]) -> Saved | None:
@@ -302,7 +302,7 @@ class Run:
         """Wait no longer for hosts that their scheduler stopped and will replace; return whether there are any."""
         if not self.spec.hosts_return:
             return False
-        stopped = [host for host in hosts if host.ended and host.ended.asked]
+        stopped = [host for host in hosts if host.ended and host.ended.stop_signal]
         for host in stopped:
             host.lose("its scheduler stopped it")
         return bool(stopped)

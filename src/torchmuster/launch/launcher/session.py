@@ -92,7 +92,7 @@ class Session:
         again = self.waiting.stopped
         if not again:
             stopping = [host.stopping for host in self.current if host.stopping]
-            self.failed_before_stop = any(not state.asked for state in stopping)
+            self.failed_before_stop = any(not state.stop_signal for state in stopping)
             if not self.failed_before_stop:
                 self.kill_at_s = math.inf  # that of an earlier attempt is over
         self.killed_at_once = again and not self._is_only_warned
@@ -199,10 +199,10 @@ class Session:
             run=str(self.run_folder.path.resolve()),
         )
 
-    async def leave(self, exit_code: int, words: str) -> None:
-        """Release every host; ``words`` is printed on the terminal of a node agent that joined."""
+    async def leave(self, exit_code: int, text: str) -> None:
+        """Release every host; ``text`` is printed on the terminal of a node agent that joined."""
         async with self.waiting.reporting(lambda: "waiting for the node agents to exit"):
-            await self.hosts.leave(exit_code, words)
+            await self.hosts.leave(exit_code, text)
 
     # ---- waiting
 

@@ -49,11 +49,11 @@ class Saved:
     is_new: bool = True
 
 
-def asked_elsewhere(hosts: Sequence[ConnectedHost]) -> str | None:
+def agent_stop_origin(hosts: Sequence[ConnectedHost]) -> str | None:
     """Return the origin of a stop request that a scheduler sent to a node agent."""
     for host in hosts:
-        if host.ended and host.ended.asked:
-            return f"{host.ended.asked} to the node agent on {host.name}"
+        if host.ended and host.ended.stop_signal:
+            return f"{host.ended.stop_signal} to the node agent on {host.name}"
     return None
 
 
@@ -80,7 +80,7 @@ def saved_by_ranks(
     if not saved:
         return Saved(text=_NOTHING_NEW, is_new=False)
     first = next((failure for failure in saved if failure.what), saved[0])
-    origin = origin or asked_elsewhere(hosts)
+    origin = origin or agent_stop_origin(hosts)
     if origin is None:
         return Saved(text=first.what or _SAVED)
     return Saved(text=f"{first.what.removesuffix(f' ({first.why})') or _SAVED} ({origin})")

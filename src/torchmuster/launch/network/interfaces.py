@@ -132,7 +132,7 @@ def is_local(
     word: str,
     interfaces: Sequence[Interface] | None = None,
     *,
-    look_up: Callable[[str], Sequence[str]] = resolve_host,
+    resolve: Callable[[str], Sequence[str]] = resolve_host,
 ) -> bool:
     """Return whether an address or a name is this host's own.
 
@@ -147,7 +147,7 @@ def is_local(
     if bare.lower() in {own, own.partition(".")[0], "localhost"}:
         return True
     known = _given(interfaces)
-    return any(is_local(found, known) for found in look_up(bare))
+    return any(is_local(found, known) for found in resolve(bare))
 
 
 def _given(interfaces: Sequence[Interface] | None) -> Sequence[Interface]:

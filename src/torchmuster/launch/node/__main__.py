@@ -37,7 +37,7 @@ async def connect_as(place: int) -> AgentConnection:
     channel = await connect_to_host(
         decode_code(line.decode(errors="replace")),
         place=place,
-        on_event=lambda words: print(words, file=sys.stderr, flush=True),
+        on_event=lambda text: print(text, file=sys.stderr, flush=True),
         patience_s=_CONNECTED_WITHIN_S,
     )
     loop = asyncio.get_running_loop()

@@ -58,10 +58,10 @@ class RunningAttempt:
         self._kill_at_s: float | None = None
         self._kill_timer: asyncio.TimerHandle | None = None
         self._beyond_kill = asyncio.Event()  # the ranks were killed, but some do not exit
-        self._asked = ""
+        self._stop_signal = ""
         self._killed: tuple[int, ...] = ()
         self.gone = asyncio.Event()  # none of its processes is alive
-        self.told = asyncio.Event()  # the launcher has received the report
+        self.reported = asyncio.Event()  # the launcher has received the report
 
     async def start(self) -> None:
         """Start the ranks."""
@@ -76,13 +76,13 @@ class RunningAttempt:
             self._kill()
             raise
 
-    def stop(self, grace_s: float, asked: str = "") -> None:
+    def stop(self, grace_s: float, stop_signal: str = "") -> None:
         """Ask the ranks to stop, and kill them after the grace period. A later call can only shorten it.
 
-        ``asked`` is the signal of a request that did not come from the launcher.
+        ``stop_signal`` is the signal of a request that did not come from the launcher.
         """
         if not self._failed_first and not self._stop_requested:
-            self._asked = asked
+            self._stop_signal = stop_signal
         self._stop_requested = True
         self._end_within(grace_s)
 
@@ -252,7 +252,7 @@ class RunningAttempt:
             return None
         living = tuple(rank.rank for rank in self._ranks if rank.is_alive)
         left_s = max(0.0, self._kill_at_s - time.monotonic())
-        return protocol.Stopping(ranks=living, left_s=left_s, asked=self._asked)
+        return protocol.Stopping(ranks=living, left_s=left_s, stop_signal=self._stop_signal)
 
     def _report(self, trouble: Sequence[str]) -> protocol.Ended:
         share = self._share
@@ -260,18 +260,18 @@ class RunningAttempt:
         stopped = bool(trouble) or (self._stop_requested and not self._failed_first)
         failing = [rank for rank in self._ranks if not (stopped and _ended_by_us(rank.exit))]
         failed = failures.failures_of(failing, share.records, self._memory, self._peaks)
-        words = list(trouble)
+        reasons = list(trouble)
         if stopped and not failed and not trouble:
-            words.append("the ranks were stopped by SIGTERM")
+            reasons.append("the ranks were stopped by SIGTERM")
         finished = failures.ranks_finished(share.records, share.rank_numbers) if failed else []
         return protocol.Ended(
             attempt=share.start.attempt,
-            good=not (failed or words),
+            good=not (failed or reasons),
             failures=tuple(failed),
             finished=tuple(finished),
-            words="\n".join(words),
+            text="\n".join(reasons),
             killed=self._killed,
-            asked=self._asked,
+            stop_signal=self._stop_signal,
         )
 
 

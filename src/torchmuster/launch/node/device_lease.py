@@ -52,7 +52,7 @@ def lease_devices(prepare: protocol.Prepare, on_wait: Callable[[MusterError], No
     return _gpus(prepare, held.decision, held)
 
 
-def look_at_devices(prepare: protocol.Prepare) -> DeviceLease:
+def preview_devices(prepare: protocol.Prepare) -> DeviceLease:
     """Return what ``lease_devices`` would choose now, without claiming it."""
     if (cpu := _cpu(prepare)) is not None:
         return cpu

@@ -39,7 +39,7 @@ class Stat(NamedTuple):
     memory_bytes: int
 
 
-def look_at_process(pid: int) -> Stat | None:
+def read_process(pid: int) -> Stat | None:
     """Return the stat of a process; None if it is gone."""
     try:
         process = psutil.Process(pid)
@@ -85,7 +85,7 @@ class HeartbeatReader:
         """Return the newest heartbeat of every rank that has one."""
         heartbeats = []
         for path in self._paths:
-            heartbeat = _read_one_rank(path)
+            heartbeat = _read_heartbeat(path)
             if heartbeat is not None:
                 heartbeats.append(self._with_process(heartbeat))
         return tuple(heartbeats)
@@ -93,7 +93,7 @@ class HeartbeatReader:
     def _with_process(self, heartbeat: Heartbeat) -> Heartbeat:
         """Return a heartbeat with what the system knows of the process."""
         pid = heartbeat.pid
-        stat = look_at_process(pid)
+        stat = read_process(pid)
         is_still = self._unchanged_s(self._moves, pid, heartbeat.moves) >= _STILL_S
         busy = None
         if is_still and stat is not None:
@@ -132,7 +132,7 @@ class HeartbeatReader:
         return now - since_s
 
 
-def _read_one_rank(path: Path) -> Heartbeat | None:
+def _read_heartbeat(path: Path) -> Heartbeat | None:
     try:
         return untrusted.read_typed(path, _decode, _MOST_HEARTBEAT_BYTES)
     except (OSError, untrusted.Unreadable):  # none yet, or its disk is full

@@ -84,7 +84,7 @@ class NodeAgent:
         self._turn = asyncio.Lock()  # serialises starting and stopping of ranks
         self._folder = folder_of_node()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.words = ""  # why it exited, for this terminal
+        self.why_exited = ""  # why it exited, for this terminal
         self.signalled = False  # a signal to this process was the cause
         self.released = False  # by the launcher, because the run is over
 
@@ -148,7 +148,7 @@ class NodeAgent:
     ) -> None:
         """Stop the ranks as the launcher would: a scheduler signals every process that it knows."""
         running.stop(self._grace_s(), name)
-        await running.told.wait()
+        await running.reported.wait()
         self._give_up(over, name)
 
     def _grace_s(self) -> float:
@@ -159,7 +159,7 @@ class NodeAgent:
     def _give_up(
         self, over: "asyncio.Future[int]", why: str, code: ExitCode = ExitCode.FAILED
     ) -> None:
-        self.words = self.words or why
+        self.why_exited = self.why_exited or why
         if not over.done():
             over.set_result(code)
 
@@ -176,7 +176,7 @@ class NodeAgent:
                     self._give_up(over, "the launcher is gone")
                     return
                 case protocol.Leave():
-                    self.words = message.words
+                    self.why_exited = message.text
                     self.released = True
                     if not over.done():
                         over.set_result(message.exit_code)
@@ -209,8 +209,8 @@ class NodeAgent:
             except MusterError as error:
                 await self._send(protocol.Done(trouble=trouble_of(error)))
             except Exception as error:  # every error must reach the launcher
-                words = f"{type(error).__name__}: {error}"
-                unexpected = MusterError(f"the node agent failed: {words}")
+                text = f"{type(error).__name__}: {error}"
+                unexpected = MusterError(f"the node agent failed: {text}")
                 await self._send(protocol.Done(trouble=trouble_of(unexpected)))
 
         task = asyncio.create_task(guarded())
@@ -362,11 +362,11 @@ class NodeAgent:
                 within_s=_GONE_WITHIN_S,
                 keep_sessions=self._other_sessions(),
             )
-            words = f"the node agent failed: {type(error).__name__}: {error}"
-            ended = protocol.Ended(attempt=self._attempt, good=False, words=words)
+            text = f"the node agent failed: {type(error).__name__}: {error}"
+            ended = protocol.Ended(attempt=self._attempt, good=False, text=text)
         self._running = None
         await self._send(ended)
-        running.told.set()
+        running.reported.set()
 
     async def _stop(self, message: protocol.Stop) -> None:
         if self._trying is not None:

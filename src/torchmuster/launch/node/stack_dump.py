@@ -61,7 +61,7 @@ def _evidence(
 def _without_python(records: Path, rank: RankProcess) -> str:
     """Return what is known of a rank in which no Python code can run."""
     stacks = _native_stacks(records, rank)
-    process = heartbeats.look_at_process(rank.pid)
+    process = heartbeats.read_process(rank.pid)
     lines = [
         f"rank {rank.rank}, process {rank.pid}",
         "Python code cannot run in this process, so it did not answer",

@@ -44,15 +44,15 @@ async def _serve(
         try:
             end = await _connect(group, root, code, patience_s, say)
         except MusterError as error:
-            for words in filter(None, (error.what, error.why, error.fix)):
-                say(words)
+            for line in filter(None, (error.what, error.why, error.fix)):
+                say(line)
             return ExitCode.SAVED if type(error) is MusterError else error.exit_code
         if isinstance(end, int):
             return end
         say(f"connected to the launcher at {end.host}, as node rank {group.node_rank}")
         agent = NodeAgent(end)
         exit_code = await agent.run()
-        say(agent.words or "the launcher has released this node")
+        say(agent.why_exited or "the launcher has released this node")
         if agent.signalled:
             return ExitCode.TERMINATED
         if agent.released and exit_code in FINAL:

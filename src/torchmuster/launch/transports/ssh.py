@@ -58,7 +58,7 @@ def is_this_host(host: str) -> bool:
     user, _, name = host.rpartition("@")
     if user and user != user_of_this_process():
         return False
-    return interfaces.is_local(name, look_up=lambda _: ())
+    return interfaces.is_local(name, resolve=lambda _: ())
 
 
 class SshTransport(Transport):

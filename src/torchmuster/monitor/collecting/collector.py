@@ -169,13 +169,13 @@ class Collector:
     def __init__(
         self,
         runs: Path,
-        look: Callable[[], Node],
+        take_snapshot: Callable[[], Node],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collect from the runs in a folder; ``look`` polls this host's devices."""
+        """Collect from the runs in a folder; ``take_snapshot`` polls this host's devices."""
         self._runs = runs
-        self._look = look
+        self._take_snapshot = take_snapshot
         self._clock = clock
         self._active = ActiveRuns(runs)
         self._host: HostMetrics | None = None
@@ -199,7 +199,7 @@ class Collector:
             self._turn.release()
 
     def _collect(self, now_unix_s: float) -> list[Sample]:
-        node = self._look()
+        node = self._take_snapshot()
         self._host = self._host or HostMetrics(node.hostname, self._runs)
         samples = [*self._host.samples(), *device_samples(node), *queue_samples(node)]
         for run in self._active.now(now_unix_s):

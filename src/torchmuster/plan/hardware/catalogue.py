@@ -27,7 +27,7 @@ class Gpu:
     """
 
     name: str
-    words: tuple[str, ...] = ()  # of the driver's name; the first one is the model
+    name_parts: tuple[str, ...] = ()  # of the driver's name; the first one is the model
     memory_bytes: int  # usable by a program, as the driver reports it
     flops: Mapping[str, float]  # peak rate by dtype: float32, bfloat16, float16
     bandwidth_bytes_s: float | None  # of its memory
@@ -97,7 +97,7 @@ def all_known() -> list[Gpu]:
 def _gpu(entry: Mapping[str, Any], link: Mapping[str, Any]) -> Gpu:
     return Gpu(
         name=entry["name"],
-        words=tuple(entry["words"].split()),
+        name_parts=tuple(entry["name_parts"].split()),
         memory_bytes=int(entry["memory_gib"] * GiB),
         flops={dtype: rate * _TERA for dtype, rate in entry["rates"].items()},
         bandwidth_bytes_s=entry["bandwidth"] * _GIGA,
@@ -127,19 +127,19 @@ def find_gpu(name: str) -> Gpu | None:
 
     A name with any other word, such as another size of memory, is not taken for a known GPU.
     """
-    wanted = _words_of(name)
+    wanted = _parts_of(name)
     fitting = []
     for gpu in all_known():
-        if gpu.words[0] in wanted and wanted <= {*gpu.words, *_words_of(gpu.name)}:
+        if gpu.name_parts[0] in wanted and wanted <= {*gpu.name_parts, *_parts_of(gpu.name)}:
             fitting.append(gpu)
     return max(
         fitting,
-        key=lambda gpu: (len(wanted.intersection(gpu.words)), -len(gpu.words)),
+        key=lambda gpu: (len(wanted.intersection(gpu.name_parts)), -len(gpu.name_parts)),
         default=None,
     )
 
 
-def _words_of(name: str) -> frozenset[str]:
+def _parts_of(name: str) -> frozenset[str]:
     """Return the identifying words of a name: ``NVIDIA A100-SXM4-80GB`` is a100 and 80gb."""
     text = re.sub(r"\b(?:rtx|gtx)?(\d{4})(ti)?\b", r"\1 \2", name.lower())  # rtx4090, 2080ti
     return frozenset(re.findall(r"[a-z0-9]+", text)) - _MAKERS - _FORMS

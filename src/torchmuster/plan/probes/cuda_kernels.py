@@ -42,7 +42,7 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
 
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
 
-    def attention_in_one(
+    def fused_attention(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -55,7 +55,7 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
         # and its replacement keeps a number for each pair of tokens.
         return attention(query, key, value, attn_mask, 0.0, *rest, **named)
 
-    def dropout_in_one(
+    def fused_dropout(
         input: torch.Tensor,  # noqa: A002  # as torch calls it
         p: float = 0.5,
         training: bool = True,
@@ -66,7 +66,7 @@ def fused_as_on_cuda(kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
         dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]  # its mask is of bools
         return dropped
 
-    replacements = {id(before): fused, id(attention): attention_in_one, id(dropout): dropout_in_one}
+    replacements = {id(before): fused, id(attention): fused_attention, id(dropout): fused_dropout}
     patched: list[tuple[Any, str, Any]] = []
     for module in (torch, functional, *_modules_outside_torch()):
         for name, value in list(vars(module).items()):

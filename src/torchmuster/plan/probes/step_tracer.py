@@ -28,8 +28,8 @@ from torchmuster.plan.record import Cost, Part, Peak, PhaseName
 from torchmuster.plan.torch_private import (
     ATTENTION_BACKWARD,
     READ_VALUE,
-    backward_under_way,
     computing_backward,
+    current_backward,
     paused_in_sharding_propagation,
     storage_id,
 )
@@ -64,7 +64,7 @@ class _Storage:
     def __init__(self, category: str) -> None:
         self.category = category
         self.size_bytes = 0
-        self.created_by = backward_under_way()  # the operation whose backward created it
+        self.created_by = current_backward()  # the operation whose backward created it
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
@@ -351,7 +351,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storages.get(storage_id(first.untyped_storage()))
         if storage is None or storage is self._storages.get(storage_id(second.untyped_storage())):
             return False
-        return storage.created_by != backward_under_way()
+        return storage.created_by != current_backward()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,8 @@ from torchmuster.checkpoints.manifest import (
 from torchmuster.checkpoints.store import Store, open_store
 from torchmuster.checkpoints.verify import (
     NewestCheckpoint,
+    inspect_checkpoint,
     keep_newest,
-    look_at_checkpoint,
     newest_first,
     sweep_unfinished,
     verify_file,
@@ -357,7 +357,9 @@ class Checkpointer:
         size_bytes = 0
         if ranks.is_first:
             problem = next((text for text, _, _ in gathered if text is not None), None)
-            files = {file: record for _, part, _ in gathered for file, record in part.items()}
+            files = {}
+            for _, files_of_rank, _ in gathered:
+                files |= files_of_rank
             manifest = msgspec.structs.replace(
                 manifest, files=files, own=tuple(own_of_rank for _, _, own_of_rank in gathered)
             )
@@ -418,7 +420,7 @@ class Checkpointer:
         first: tuple[Manifest | None, list[Finding]] = None, []
         with self._ranks.together():
             if self._ranks.is_first:
-                first = look_at_checkpoint(self.store, name)
+                first = inspect_checkpoint(self.store, name)
         manifest, findings = self._ranks.from_first(first)
         if manifest is None or findings:
             return None, findings
@@ -426,11 +428,9 @@ class Checkpointer:
             for file in self._local.share(sorted(manifest.files)):
                 self._local.download(name, file)
                 findings += verify_file(self._local.store, name, file, manifest.files[file])
-        by_text = {
-            finding.what: finding
-            for of_rank in self._ranks.from_all(findings)
-            for finding in of_rank
-        }
+        by_text = {}
+        for findings_of_rank in self._ranks.from_all(findings):
+            by_text.update({finding.what: finding for finding in findings_of_rank})
         return manifest, list(by_text.values())
 
 

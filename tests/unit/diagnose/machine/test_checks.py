@@ -138,7 +138,7 @@ def test_the_firewalls_of_other_systems(recorded: str, fix: str, tmp_path: Path)
 )
 def test_variables(check: str, variable: str, value: str, name: str, status: str) -> None:
     def here(**environment: str) -> Surroundings:
-        return Surroundings(environment=environment, look=lambda: node(gpu(0), gpu(1)))
+        return Surroundings(environment=environment, take_snapshot=lambda: node(gpu(0), gpu(1)))
 
     assert run(check, here()) == run(check, here(TORCH_DISTRIBUTED_DEBUG="INFO")) == []
     found = the_only(check, here(**{variable: value}))

@@ -71,7 +71,7 @@ def nobody_knows(name: str) -> list[str]:
     ],
 )
 def test_is_local(word: str, local: bool) -> None:
-    assert interfaces.is_local(word, SERVER, look_up=nobody_knows) is local
+    assert interfaces.is_local(word, SERVER, resolve=nobody_knows) is local
 
 
 def test_this_machine_has_loopback_and_does_not_tell_it() -> None:

@@ -93,7 +93,7 @@ def test_every_node_connects_as_its_place_and_gets_only_its_own_messages(
             assert answer == protocol.Alive()
         assert answer.addresses[0].address == "10.0.0.1"
         for channel in channels.values():
-            await channel.send(protocol.Leave(exit_code=0, words=""))
+            await channel.send(protocol.Leave(exit_code=0, text=""))
         await transport.close()
 
     asyncio.run(scene())

@@ -82,11 +82,11 @@ def first_bad_layer(model: nn.Module, inputs: torch.Tensor) -> str | None:
     bad: list[str] = []
 
     def watch(name: str) -> Any:
-        def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def check(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             if not torch.isfinite(output).all():
                 bad.append(name)
 
-        return look
+        return check
 
     hooks = []
     for name, module in model.named_modules():

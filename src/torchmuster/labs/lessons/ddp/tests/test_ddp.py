@@ -136,7 +136,7 @@ def _check_device_ids(submission: Submission) -> None:
 def test_save_checkpoint(submission: Submission) -> None:
     """One file with clean names, complete before any rank continues."""
     trainer, optimizer, _ = _trainer(submission, momentum=0.9)
-    _one_step(trainer, optimizer)
+    _train_step(trainer, optimizer)
     path = submission.folder / "checkpoint.pt"
 
     def slowly(*_: Any, **__: Any) -> None:
@@ -199,7 +199,7 @@ def _trainer(
     return trainer, optimizer, loader
 
 
-def _one_step(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+def _train_step(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
     trainer.model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 
