@@ -97,6 +97,7 @@ SITUATIONS = [
     Situation(
         name="a network that has IPv6 only",
         faults=[Ipv6Network()],
+        hosts="node1:2,node2",
         flags=["--set", "launch.address=fd00:77::11"],
         says="rendezvous at fd00:77::11 (eth1 of node1): reached by node2",
     ),

@@ -194,6 +194,17 @@ def reported(run: Launched) -> list[Heartbeat]:
     ]
 
 
+def test_a_second_ctrl_c_kills_the_ranks(folder: Path) -> None:
+    with launched(folder, *cpu("ignores.py", "--set", "launch.grace=300")) as run:
+        run.wait_for("waiting 0", "waiting 1")
+        run.send(signal.SIGINT)
+        run.wait_for(" s left")
+        run.send(signal.SIGINT)
+        result = run.end()
+        run.wait_until_nothing_lives()
+    assert line_with(result.err, "rank 1 did not exit", "before the second stop request: killed")
+
+
 def test_ranks_that_had_to_be_killed_are_named(folder: Path, muster: Muster) -> None:
     with launched(folder, *cpu("ignores.py", "--set", "launch.grace=2")) as run:
         run.wait_for("waiting 0", "waiting 1")
