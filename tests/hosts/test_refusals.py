@@ -184,10 +184,6 @@ def test_refused(refusal: Refusal, lab2: Lab) -> None:
         await_true("the node agents have gone", lambda: strays(lab2) == {})
 
 
-def _times(said: Transcript, pattern: re.Pattern[str]) -> int:
-    return sum(1 for line in said.lines if pattern.fullmatch(line.text))
-
-
 def _flat(text: str) -> str:
     """Take the line breaks out of findings."""
     return re.sub(r"\s+", " ", text)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -56,10 +55,6 @@ def explained(
 def found(explained: Explain, *words: str) -> dict[str, dict[str, str]]:
     """Return the findings by their names."""
     return {one["name"]: one for one in json.loads(explained(*words, "--json"))["findings"]}
-
-
-def timeless(said: str) -> str:
-    return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\+\S+ \S+", "TIME", said)
 
 
 def failed(run: RunFolder, *, attempt: int = 0, rank: int = 1) -> Finding:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,6 @@ def own_process(scenario: Scenario, gpu: int, memory: int = 2**30) -> Scenario:
     scenario["devices"][gpu]["processes"] = [process]
     scenario["devices"][gpu]["memory"]["used"] = memory + 2**22
     return scenario
-
-
-def hostless(said: str) -> str:
-    host = socket.gethostname()
-    return said.replace(f" {host} has", " HOST has").replace(f" on {host}", " on HOST")
 
 
 def test_the_table_tells_who_uses_what(machine: Machine, muster: Muster) -> None:
