@@ -72,7 +72,6 @@ def test_the_numbers_of_a_report_are_those_of_the_run(muster: Muster, folder: Pa
     assert tiles["loss"] == f"{last['loss']:.4f}"
     assert tiles["samples/s"] == f"{last['samples_per_s']:,.1f}"
     assert tiles["ms/step"] == f"{1000 * last['step_s']:,.1f}"
-    assert f"12 steps, loss {last['loss']:.4g}, {last['samples_per_s']:,.1f} samples/s" in page
     # Each line is a point of the curve, higher where its loss is higher.
     curve = page.partition('aria-label="loss"')[2]
     path = re.search(r'<polyline points="([^"]*)"', curve)
@@ -92,7 +91,6 @@ def test_the_numbers_of_a_report_are_those_of_the_run(muster: Muster, folder: Pa
         one.parent.name for one in run.checkpoints.glob("step-*/manifest.json")
     )
     assert kept
-    assert "<td>CPU</td>" in page
 
 
 @pytest.mark.nightly
