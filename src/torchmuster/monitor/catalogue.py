@@ -111,11 +111,6 @@ RANK_SILENT = Metric(
     _RANK,
     "time since the last heartbeat of a rank, that is, since Python last ran in it",
 )
-RANK_CPUS = Metric(
-    "muster_rank_cpus",
-    _RANK,
-    "CPUs used by a rank and its child processes",
-)
 RANK_MEMORY = Metric(
     "muster_rank_memory_bytes",
     _RANK,

@@ -121,6 +121,9 @@ def test_a_streams_batches_arrive_on_the_ranks_gpu(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = StreamLoader([0.0, 1.0, 2.0, 3.0], WORLD, global_batch_size=4)
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8)
+    )
     with FakeGpu(accelerator, monkeypatch):
         (micro,) = next(loader.epoch(0))
         assert micro.batch.device == GPU

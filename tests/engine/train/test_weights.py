@@ -15,7 +15,11 @@ pytestmark = pytest.mark.engine
 def test_written_weights_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        weights.save_tensors({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+        weights.write_files(
+            tmp_path,
+            iter([("weight", torch.ones(2))]),
+            {"model.safetensors": ["weight"]},
+        )
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640

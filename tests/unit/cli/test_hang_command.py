@@ -26,7 +26,7 @@ def test_of_several_jobs_one_must_be_given(own_machine: Path, muster: Muster) ->
         assert listed == ["127.0.0.1:41021", "127.0.0.1:41022"], several.err
         both = muster("hang", "127.0.0.1:4102")
         assert both.code == 2
-        assert "there are 2 distributed jobs" in both.err
+        assert "127.0.0.1:4102 does not name one of 2 jobs" in both.err
         # Rank 1 was never started: the rank that is there waits for nobody.
         one = muster("hang", str(pid), "--within", "2s")
         assert one.code == 0, one
@@ -37,5 +37,6 @@ def test_of_several_jobs_one_must_be_given(own_machine: Path, muster: Muster) ->
 def test_a_process_that_is_no_rank(muster: Muster) -> None:
     done = muster("hang", str(os.getpid()))
     assert done.code == 2
-    assert f"process {os.getpid()} belongs to no distributed job" in done.err
+    # Other tests may run jobs meanwhile.
+    assert re.search(r"there are no ranks of a distributed job|does not name one of", done.err)
     assert muster("hang", "999999999").code == 2

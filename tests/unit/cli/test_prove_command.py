@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
         (["--only", "resume.never", "train.py"], "'resume.never' is not a property"),
         (["--allow", "everything", "train.py"], "invalid choice"),
         (["--lr", "1e-4", "train.py"], "unrecognized arguments: --lr"),
-        (["c.yaml", "--steps", "9"], "flags come before the settings file"),
+        (["c.yaml", "--steps", "9"], "--steps is beside the settings file"),
         (["--device", "gpu", "train.py"], "there are not enough GPUs"),
-        (["--config", "c.yaml", "train.py"], "a settings file and a script were both given"),
+        (["--config", "c.yaml", "train.py"], "train.py is beside the settings file"),
         ([], "there is no script to run"),
     ],
 )

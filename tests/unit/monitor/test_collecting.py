@@ -199,7 +199,7 @@ def test_an_evaluation(watched: Watched) -> None:
 def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     watched.state("running")
     heartbeats = tuple(
-        Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7, busy=0.5, communication_share=0.25)
+        Heartbeat(rank=rank, pid=1, beat=1, moves=1, step=7, communication_share=0.25)
         for rank in (0, 1)
     )
     for first, (attempt, at_s) in enumerate(((1, NOW), (1, NOW - 60), (0, NOW))):
@@ -212,7 +212,6 @@ def test_the_ranks_of_machines_that_are_there(watched: Watched) -> None:
     seen = watched.look()
     assert seen["run_ranks"] == 2, "of the machine that was heard of lately, in this attempt"
     assert seen["rank_step 1"] == 7
-    assert seen["rank_cpus 0"] == 0.5
     assert seen["rank_communication_ratio 0"] == 0.25
     assert "rank_data_ratio 0" not in seen
 

@@ -215,7 +215,7 @@ def not_one_job(
     if jobs:
         what, why = f"there are {len(jobs)} distributed jobs", "muster hang looks at one at a time"
         if wanted:
-            what = f"{' '.join(wanted)} names none, or not only one, of {plural(len(jobs), 'job')}"
+            what = f"{' '.join(wanted)} does not name one of {plural(len(jobs), 'job')}"
             why = "a job is named by MASTER_ADDR:PORT, by the id of a rank, or of a process above or below it"
         commands = [f"muster hang {job}   # {job_text(ranks)}" for job, ranks in jobs.items()]
         return Impossible(what, why=why, fix="\n".join(commands))

@@ -35,7 +35,6 @@ _WAIT_S = 5.0
 _OF_A_HEARTBEAT = {
     "step": catalogue.RANK_STEP,
     "silent_s": catalogue.RANK_SILENT,
-    "busy": catalogue.RANK_CPUS,
     "memory_bytes": catalogue.RANK_MEMORY,
     "data_share": catalogue.RANK_DATA,
     "communication_share": catalogue.RANK_WAITING,
