@@ -65,6 +65,13 @@ def test_all_linear_layers_and_layers_that_are_trained_whole() -> None:
     assert of_lora >= {*(f"{one}_proj" for one in "qkvo"), "gate_proj", "up_proj", "down_proj"}
 
 
+def test_a_layer_to_train_whole_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Impossible) as error:
+        add_lora(llama(), r=2, modules_to_save=["lm_haed"])
+    assert "lm_haed" in error.value.why
+    assert " lm_head" in error.value.why
+
+
 def test_targets_that_are_not_there_are_told_with_those_that_are() -> None:
     with pytest.raises(Impossible) as error:
         add_lora(Two(), r=2, target_modules=["q_proj"])

@@ -39,10 +39,14 @@ def add_lora(model: nn.Module, *, r: int, **options: Any) -> nn.Module:
         options.setdefault("target_modules", ALL_LINEAR)
     if options.get("target_modules") == [ALL_LINEAR]:
         options["target_modules"] = ALL_LINEAR
+    paths = [path for path, _ in model.named_modules()]
     try:
+        for name in options.get("modules_to_save") or ():  # peft ignores one that is not there
+            if not any(path.endswith(name) for path in paths):
+                raise ValueError(f"modules_to_save has {name}")
         adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=r, **options))
     except (TypeError, ValueError) as error:
-        names = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()})
+        names = sorted({path.rpartition(".")[2] for path in paths})
         raise Impossible(
             "peft refuses these options of LoRA",
             why=f"{error}; the model's modules are {', '.join(names)}",
