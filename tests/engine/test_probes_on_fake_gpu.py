@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 from fake_accelerator import FakeAccelerator
 from fake_gpu_tensors import FakeGpu
 from made_up_worlds import made_up_world
-from torchmuster.bench import memory, precision, timing
+from torchmuster.bench import precision, timing
 from torchmuster.diagnose.probes import collectives, matmul
 from torchmuster.diagnose.rank_record import Values
 from torchmuster.launch.probes import process_group
@@ -80,7 +80,7 @@ def waits(accelerator: FakeAccelerator) -> list[Any]:
 @pytest.mark.parametrize(
     ("device", "hip", "capability", "expected"),
     [
-        (GPU, None, (8, 0), ["fp32", "tf32", "bf16", "fp16"]),
+        (GPU, None, (8, 0), ["fp32", "bf16", "fp16"]),
         (GPU, None, (7, 5), ["fp32", "fp16"]),
         (GPU, "6.4", (9, 4), ["fp32", "bf16", "fp16"]),
         (XPU, None, None, ["fp32", "bf16", "fp16"]),
@@ -98,21 +98,10 @@ def test_each_gpu_has_its_own_precisions(
     assert precision.precisions(device) == expected
 
 
-def test_a_calls_peak_is_what_it_adds_on_its_device(allocator: Allocator) -> None:
+def test_a_calls_memory_is_what_it_adds_on_its_device(allocator: Allocator) -> None:
     allocator.use(GPU, live=5, peak=1000)  # a peak of before
     allocator.use(FIRST, live=7, peak=5000)
-    assert timing.peak_bytes(lambda: allocator.use(GPU, live=5, peak=65), GPU) == 60
-
-
-def test_a_stage_on_a_gpu_has_the_allocators_figures(allocator: Allocator) -> None:
-    allocator.use(GPU, live=5, peak=1000)
-    stages = memory.StageRecorder(GPU)
-    with stages:
-        with stages.stage("forward"):
-            allocator.use(GPU, live=25, peak=45)
-        with stages.stage("backward"):
-            allocator.use(GPU, live=15, peak=35)
-    assert stages.stages == [("forward", 0, 40, 20), ("backward", 20, 30, 10)]
+    assert timing.memory_of(lambda: allocator.use(GPU, live=15, peak=65), GPU) == (60, 10)
 
 
 @pytest.mark.parametrize(("kind", "activity"), [("cuda", "CUDA"), ("xpu", "XPU"), ("mps", None)])

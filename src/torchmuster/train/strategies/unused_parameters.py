@@ -3,6 +3,7 @@
 from torch import nn
 
 from torchmuster.errors import MusterError
+from torchmuster.units import plural
 
 _NAMES_SHOWN = 10
 
@@ -19,7 +20,7 @@ def refuse_unused_parameters(model: nn.Module) -> None:
     if len(names) > _NAMES_SHOWN:
         shown += f" and {len(names) - _NAMES_SHOWN} more"
     raise MusterError(
-        f"{len(names)} trained parameters got no gradient in the first step: {shown}",
+        f"{plural(len(names), 'trained parameter')} got no gradient in the first step: {shown}",
         why="ddp averages the gradient of every trainable parameter, and ranks would wait forever "
         "for one that never arrives",
         fix="remove them from the model or freeze them with requires_grad_(False), which costs "
