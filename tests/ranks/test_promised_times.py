@@ -62,7 +62,7 @@ def test_a_rank_that_sleeps_is_named_while_the_others_wait(own_machine: Path) ->
     shutil.copy(Path(__file__).with_name("kinds_of_hang.py"), own_machine / "train.py")
     with launched(own_machine, *cpu("train.py", "--set", "launch.grace=1s"), "forward") as run:
         run.wait_for("now forward at")
-        with within(20, "a hang is named"):
+        with within(20 + 3, "a hang is named"):  # docs/hangs.md: reported up to 3 s later
             run.wait_for("keeps the others waiting: in time.sleep")
         run.send(signal.SIGINT)
         run.end()
