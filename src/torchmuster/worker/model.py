@@ -1,5 +1,6 @@
 """Create the model and the strategy that the settings describe."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,7 +138,10 @@ def base_of(recipe: ModelRecipe, model: nn.Module, world: World) -> BaseModel | 
 def write_model_files(
     folder: Path, recipe: ModelRecipe, tokenizer: Tokenizer | None, model: nn.Module, world: World
 ) -> None:
-    """Write the config of model or LoRA adapter, and the tokenizer; all ranks call it."""
+    """Write the config of model or LoRA adapter, and the tokenizer; all ranks call it.
+
+    The tokenizer is that of the data, else the one in the model's folder.
+    """
     with rank_zero_first(world):
         if not world.is_first:
             return
@@ -151,6 +155,10 @@ def write_model_files(
                     peft_config(model).save_pretrained(unfinished)
                 if isinstance(tokenizer, TransformersTokenizer):
                     tokenizer.save(unfinished)
+                elif recipe.files is not None and recipe.labels is None:
+                    with suppress(Impossible):  # the model's folder may have no tokenizer
+                        source = str(recipe.files.folder)
+                        hugging_face.load_tokenizer(source).save_pretrained(unfinished)
         except OSError as error:
             raise MusterError(
                 f"cannot write the model's config and tokenizer to {folder}",
